@@ -441,7 +441,7 @@ class Worker(ABC):
             reason = f"no place for its adapter within {self._config.adapter_wait_s:g} s"
             self._port.refuse(gateway, seq.key, reason, retry_after_s)
         self._abort(seq.key, "its adapter has no place")
-        self._note_idle()
+        self._on_room()
 
     def _refused_adapter(self, gateway: GatewayId, request: RequestSpec) -> bool:
         """Whether the request names an adapter here, where there are none."""

@@ -12,6 +12,7 @@ import pytest
 
 from cluster.errors import FailedError, OverloadedError
 from decode_workers.pacing import LayerKvConfig
+from decode_workers.scheduler import DecodeState
 from decode_workers.worker import DecodeWorkerConfig
 from engine.checkpoint.adapters import adapter_digest
 from engine.drafting.speculation import SpeculationConfig
@@ -303,6 +304,34 @@ async def test_who_finds_no_place_for_its_adapter_in_time_is_told_when_to_come_b
             assert worker.snapshot().num_waiting == 0
         assert await running == expected(model, refs[0], PROMPT)
         assert_nothing_is_left(cluster, 1)
+
+
+async def test_what_another_worker_began_and_finds_no_place_for_its_adapter_leaves_its_blocks_to_others(
+    model: SmallModel, refs: list[AdapterRef]
+) -> None:
+    """It has blocks, and no token by which its gateway could tell that it is held up."""
+    engines: dict[str, Any] = {
+        "prefill_engine": {"max_adapters": 3},
+        "decode_engine": {"max_adapters": 1, "kv_blocks": 26},
+    }
+    async with cluster_of(model, **engines) as cluster:
+        decode = cluster.decodes[0]
+        with brake(decode.model.runner, has_generated(2)) as held, split(cluster, 0.4):
+            running = asyncio.create_task(generated(cluster, "a", PROMPT, refs[0]))
+            await held.reached()
+            begun = asyncio.create_task(generated(cluster, "b", PROMPT, refs[1]))
+            await eventually(lambda: decode.scheduler.state(SequenceKey("b", 0)) is DecodeState.PREFILLING)
+            by_hand = await cluster.connect(decode)
+            waiting = RequestSpec(request_id="c", attempt=0, prompt_token_ids=PROMPT, params=greedy(NUM_TOKENS))
+            await by_hand.send(Reserve(request=waiting))
+            await eventually(lambda: decode.reservations.num_waiting == 1, what="there is room for it")
+            decode.adapters._wait_s = 0.0  # it has waited for long enough
+            decode.adapters.retry()
+            with pytest.raises(OverloadedError):
+                await begun
+            await eventually(lambda: decode.reservations.num_waiting == 0, what="it has not heard of the room")
+            by_hand.close("the test is over")
+        assert await running == expected(model, refs[0], PROMPT)
 
 
 async def test_what_a_worker_tells_of_loading_an_adapter_counts_what_there_is_to_wait_for_a_place(
