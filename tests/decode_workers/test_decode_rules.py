@@ -282,10 +282,9 @@ def _adapted(name: str, prompt: list[int], slot: AdapterSlot, *, num_received: i
 
 def test_who_lacks_its_adapter_gives_its_blocks_to_who_has_its_own() -> None:
     """Its KV came from another worker, and its adapter may be away for as long as streams of others last."""
-    bench, slot = Bench(columns=10), AdapterSlot("digest", Path("folder"))
+    bench, slot = Bench(columns=11), AdapterSlot("digest", Path("folder"))
     waiting = bench.hand_over(_adapted("waiting", [3] * 16, slot))
     running = bench.hand_over(_seq("running", [2] * 16, max_tokens=20))
-    assert bench.pool.num_available == 0
     while bench.scheduler.state(running.key) is not None:
         assert bench.scheduler.state(running.key) is DecodeState.RUNNING
         bench.step()
