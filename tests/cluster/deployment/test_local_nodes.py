@@ -89,8 +89,11 @@ folder, name, *awaited = sys.argv[1:]
 
 def end(*_):
     (folder / f"{name} ends").touch()
+    gives_up_at = time.monotonic() + HANGS_S / 2
     while not all((folder / other).exists() for other in awaited):
         time.sleep(0.005)
+        if time.monotonic() > gives_up_at:
+            sys.exit(1)
     (folder / f"{name} has ended").touch()
     sys.exit()
 
@@ -109,7 +112,8 @@ def test_nodes_end_side_by_side_and_the_head_after_them(tmp_path: Path, monkeypa
     nodes = LocalNodes(plan_nodes(3, QUICKSTART), tmp_path)
     awaited = {"head": ["a has ended", "b has ended"], "a": ["b ends"], "b": ["a ends"]}
     for name, others in awaited.items():
-        command = [sys.executable, "-c", _ENDS_BESIDE_OTHERS, str(tmp_path), name, *others]
+        program = f"HANGS_S = {HANGS_S}\n{_ENDS_BESIDE_OTHERS}"
+        command = [sys.executable, "-c", program, str(tmp_path), name, *others]
         nodes._processes.append(subprocess.Popen(command))
     for name in awaited:
         wait_until((tmp_path / f"{name} is there").exists)
