@@ -136,7 +136,7 @@ def test_a_loaded_model_takes_for_few_what_is_few_for_its_weights(
     """In float32 the values of a quantised weight are computed with."""
     library = native_library()
     assert library is not None
-    build_oracle("llama", tmp_path)
+    build_oracle("qwen2", tmp_path, intermediate_size=64)  # whole groups
     runner = runner_of(
         tmp_path, kv_blocks=100, num_threads=2, dtype=dtype, quantisation=Quantisation.of(quantisation), block_size=16
     )

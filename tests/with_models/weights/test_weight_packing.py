@@ -403,9 +403,9 @@ def test_codes_that_ranks_cut_too_small_are_told_to_become_values(
         module, _, part = name.rpartition(".")
         if f"{module}.weight" in kept and part != "bias":
             told_of_kept[f"{module}.weight"] += size
-    assert told_of_kept.keys() == kept.keys() and not kept.keys() & values
-    # Zero points take more as minimums than in their file.
-    assert all(0.9 <= size / told_of_kept[name] < 1.15 for name, size in kept.items())
+    assert told_of_kept.keys() == kept.keys()
+    if num_ranks == 1:  # zero points take more as minimums than in their file; what several ranks hold is not told here
+        assert all(0.9 <= size / told_of_kept[name] < 1.15 for name, size in kept.items())
     (tmp_path / "tokenizer.json").write_text("{}")
     settings = {"ref": str(tmp_path), "dtype": "bfloat16", "quantization": quantization if rounding else None}
     tree = load_config({"model": settings, "prefill": {"replicas": 0}, "decode": {"tensor_parallel": num_ranks}})
