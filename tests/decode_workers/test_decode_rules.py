@@ -274,8 +274,8 @@ def test_who_lacks_its_adapter_keeps_no_place_from_reservations() -> None:
     bench.run()
 
 
-def _adapted(name: str, prompt: list[int], slot: AdapterSlot, *, num_received: int = 0, **wishes: int) -> Sequence:
-    seq = _seq(name, prompt, **wishes)
+def _adapted(name: str, prompt: list[int], slot: AdapterSlot, *, num_received: int = 0) -> Sequence:
+    seq = _seq(name, prompt)
     seq.adapter, seq.num_received = slot, num_received
     return seq
 

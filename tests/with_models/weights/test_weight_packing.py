@@ -4,7 +4,7 @@ say, and loaded by the engine."""
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -398,7 +398,7 @@ def test_codes_that_ranks_cut_too_small_are_told_to_become_values(
     told = weight_sizes(tmp_path, config, torch.bfloat16, rounding, shards=shards)
     of_values = {name: size for name, size in told.items() if f"{name.rpartition('.')[0]}.weight" in values}
     assert of_values.keys() == values and sum(of_values.values()) == 2 * num_values
-    told_of_kept = Counter[str]()
+    told_of_kept: dict[str, float] = defaultdict(float)
     for name, size in told.items():
         module, _, part = name.rpartition(".")
         if f"{module}.weight" in kept and part != "bias":
