@@ -128,6 +128,16 @@ class WorkerTable:
         """Whether it is a decode worker."""
         return self._row_of[worker_id] >= self.num_prefills
 
+    def free_at(self, worker_id: str) -> list[float]:
+        """When this worker and those of its pool that take requests will have computed the prompts placed there, the
+        first one first."""
+        row = self.row(worker_id)
+        pool = self.pools()[row >= self.num_prefills]
+        takes = self.facts[Fact.DRAINING, pool] == 0.0
+        takes[row - pool.start] = True
+        free_at: list[float] = np.sort(self.facts[Fact.DRAINED_AT, pool][takes]).tolist()
+        return free_at
+
     def add(self, info: WorkerInfo, now: float) -> None:
         key = (info.role == "decode", info.worker_id)
         row, end = bisect_left(self._order, key), len(self)
