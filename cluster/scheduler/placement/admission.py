@@ -48,8 +48,8 @@ Prefixes = Callable[[bytes], Mapping[str, PrefixReach]]
 
 class AdmissionOutcome(Enum):
     PLACED = "it runs where the decision says"
-    WAITING = "it is looked at again at `until`, and answered by its deadline"
-    REJECTED = "it should come back after `retry_after_s`; where that is None, never"
+    WAITING = "it is looked at again then, and answered by its deadline"
+    REJECTED = "it should come back after that time; without one, never"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,9 @@ def test_no_second_is_given_more_than_is_done_in_it(
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([0.0, 1.0, 5000.0]), st.sampled_from([0.0, 0.3, 1e9, 1e300]), st.sampled_from([0.0, 3e3, 1e12])
+            st.sampled_from([0.0, 1.0, 5000.0]),
+            st.sampled_from([0.0, 0.3, 1e9, 1e300]),
+            st.sampled_from([0.0, 3e3, 1e12]),
         ),
         max_size=12,
     ),
