@@ -220,7 +220,7 @@ def _is_told_in_numbers(verdict: Verdict, now: float) -> None:
     assert not re.search(r"\b(None|nan)\b", str(verdict))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     workers=st.lists(
         st.tuples(st.sampled_from([0, 256]), st.sampled_from([1, 100, 2000]), st.sampled_from([0, 2])),
@@ -228,7 +228,7 @@ def _is_told_in_numbers(verdict: Verdict, now: float) -> None:
         max_size=4,
     ),
     one_pool=st.booleans(),
-    steps=st.lists(_STEPS, max_size=12),
+    steps=st.lists(_STEPS, max_size=8),
 )
 def test_whatever_workers_say_and_requests_want_no_number_is_none(
     workers: list[tuple[int, int, int]], one_pool: bool, steps: list[_Drawn]
