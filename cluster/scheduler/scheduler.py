@@ -93,6 +93,13 @@ class GlobalScheduler:
             return self.block_index.on_events(message, now)
         return self.block_index.on_snapshot(message, now)
 
+    def leaves(self, worker_id: str | None) -> bool:
+        """Whether it takes nothing new, also of those that it has blocks reserved for. False where it is not known."""
+        table = self.ledger.table
+        if worker_id is None or worker_id not in table:
+            return False
+        return bool(table.facts[Fact.DRAINING, table.row(worker_id)])
+
     def unregister(self, worker_id: str, now: float, *, may_be_replaced: bool = True) -> bool:
         """Forget a worker that is gone. Returns False if it was not known. `may_be_replaced`: see `Ledger`."""
         self.block_index.forget(worker_id)
@@ -235,6 +242,8 @@ class GlobalScheduler:
                 return f"{verdict.outcome.value}{parts if best.split_at else ''}"
             if verdict.decision.action is Action.PLACE:  # good enough, were the queue not too long
                 return f"{self.ledger.queued_tokens(best.computing):.0f} prompt tokens are waiting"
+            if best.ttft_s == math.inf:
+                return "no worker is foreseen to have the memory for it"
             return (
                 f"the first token would come after {best.ttft_s:.3g} s and each further one after"
                 f" {1000 * best.tpot_s:.3g} ms, or those of others too late"
@@ -257,14 +266,8 @@ class GlobalScheduler:
         exclude = request.exclude
         if request.num_tokens < self._policy.local_prefill_below and not request.is_pooled:
             exclude = [*self.ledger.table.ids[: self.ledger.table.num_prefills], *exclude]
-        prefer_decode = None if self._leaves(request.prefer_decode) else request.prefer_decode
+        prefer_decode = None if self.leaves(request.prefer_decode) else request.prefer_decode
         return replace(request, exclude=exclude, prefer_decode=prefer_decode)
-
-    def _leaves(self, worker_id: str | None) -> bool:
-        """Whether it refuses also those that it has blocks reserved for."""
-        if worker_id is None or worker_id not in self.ledger.table:
-            return False
-        return bool(self.ledger.table.facts[Fact.DRAINING][self.ledger.table.row(worker_id)])
 
 
 def _placement(request: Place, decision: Decision) -> Placement:

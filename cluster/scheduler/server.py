@@ -186,8 +186,7 @@ class SchedulerServer:
                     case Register(info=info, snapshot=snapshot) if info.worker_id == worker_id:
                         self._register(connection, info, snapshot)
                     case Heartbeat(snapshot=snapshot) if snapshot.worker_id == worker_id:
-                        known = self._workers.get(worker_id)
-                        if known is None or not known[1].heartbeat(snapshot, time.monotonic()):
+                        if not self._heard(snapshot):
                             connection.close(f"{worker_id} counts as gone: it has to register again")
                     case BlockEvents() | BlockIndexSnapshot() if message.worker_id == worker_id:
                         self._on_blocks(connection, message)
@@ -208,6 +207,19 @@ class SchedulerServer:
         scheduler.register(info, snapshot, time.monotonic())
         logger.info("%s worker %s registered (pid %d)", info.role, info.worker_id, info.pid)
         self._broadcast()
+
+    def _heard(self, snapshot: WorkerSnapshot) -> bool:
+        """Take a heartbeat in. Returns False if the worker is not known. Whether it takes requests gateways hear before
+        the next answer: one that counts on a worker which leaves says 429 where it could hold the request for another.
+        """
+        _, scheduler = self._workers.get(snapshot.worker_id, (None, None))
+        if scheduler is None:
+            return False
+        was_leaving = scheduler.leaves(snapshot.worker_id)
+        is_known = scheduler.heartbeat(snapshot, time.monotonic())
+        if scheduler.leaves(snapshot.worker_id) != was_leaving:
+            self._broadcast()
+        return is_known
 
     def _warn_of_other_bits(self, info: WorkerInfo, scheduler: GlobalScheduler) -> None:
         """Once for two kinds: a request that goes from one worker to another goes on exactly only where both sum
@@ -339,9 +351,7 @@ class SchedulerServer:
             (snapshot,) = (snapshot for info, snapshot in scheduler.ledger.workers() if info.worker_id == worker_id)
             cost = None if joins is None or joins is scheduler else joins.step_cost(request.role)
             connection.post(ChangeRole(role=request.role, drain_s=request.drain_s, model=request.model, step_cost=cost))
-            leaving = replace(snapshot, draining=True, sequence_number=snapshot.sequence_number + 1)
-            scheduler.heartbeat(leaving, now)
-            self._broadcast()
+            self._heard(replace(snapshot, draining=True, sequence_number=snapshot.sequence_number + 1))
         return answer
 
     def _keeps_model(self, worker: WorkerInfo) -> bool:

@@ -31,8 +31,13 @@ from cluster.scheduler.placement.pick import (
     predict_later,
 )
 from cluster.scheduler.placement.policy import DecisionPolicy
-from cluster.scheduler.placement.retry_after import CONTESTED_SHARE, LATER_S, MIN_RETRY_AFTER_S, RetryAfterCalendar
-from cluster.scheduler.placement.worker_table import Fact
+from cluster.scheduler.placement.retry_after import (
+    CONTESTED_SHARE,
+    LATER_S,
+    MAX_RETRY_AFTER_S,
+    MIN_RETRY_AFTER_S,
+    RetryAfterCalendar,
+)
 from kv_transfer.messages.scheduling import NO_TARGET, Place
 
 FULL_LACK_AT: Final = 0.3  # of the requests turned away lately: capacity lacks, see `Admission`
@@ -43,8 +48,8 @@ Prefixes = Callable[[bytes], Mapping[str, PrefixReach]]
 
 class AdmissionOutcome(Enum):
     PLACED = "it runs where the decision says"
-    WAITING = "it is looked at again at `until`, and answered by its deadline"
-    REJECTED = "it should come back after `retry_after_s`; where that is None, never"
+    WAITING = "it is looked at again then, and answered by its deadline"
+    REJECTED = "it should come back after that time; without one, never"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +76,16 @@ class Verdict:
     until: float | None = None
     retry_after_s: float | None = None
 
+    @classmethod
+    def rejected(cls, decision: Decision, come_back_s: float) -> Verdict:
+        """`come_back_s`: from now until there may be room; a client is told neither a moment nor a day."""
+        told_s = min(max(MIN_RETRY_AFTER_S, come_back_s), MAX_RETRY_AFTER_S)
+        return cls(outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=told_s)
+
     def __str__(self) -> str:
-        times = f" (until {self.until}, retry after {self.retry_after_s} s)"
-        return f"{self.outcome.name}: {self.outcome.value}{times}\n{self.decision}"
+        until = "" if self.until is None else f" (until {self.until:.3f} s)"
+        retry = "" if self.retry_after_s is None else f" (retry after {self.retry_after_s:.3f} s)"
+        return f"{self.outcome.name}: {self.outcome.value}{until}{retry}\n{self.decision}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,11 +195,10 @@ class Admission:
         if decision.action is Action.PLACE:
             return self._place(decision, now)
         if candidates is None:
-            come_back = None
-            if may_ever_fit(self._ledger, query, now):
-                expected_at = self._ledger.decode_expected_at(now)
-                come_back = max(MIN_RETRY_AFTER_S, expected_at - now if expected_at < math.inf else 0.0)
-            return Verdict(outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=come_back)
+            if not may_ever_fit(self._ledger, query, now):
+                return Verdict(outcome=AdmissionOutcome.REJECTED, decision=decision)
+            expected_at = self._ledger.decode_expected_at(now)
+            return Verdict.rejected(decision, expected_at - now if expected_at < math.inf else 0.0)
         return self._wait_or_reject(decision, candidates, now, came_at, share)
 
     def _learn(self, query: Place, verdict: Verdict) -> None:
@@ -250,8 +261,7 @@ class Admission:
         excess = self._ledger.queued_tokens(computing) - self._rules.max_queued_tokens
         if excess > 0 and query.attempt == 0:
             later_s = self._ledger.table.cost(self._ledger.table.row(computing)).prefill_s(excess)
-            come_back = max(MIN_RETRY_AFTER_S, self._ledger.or_joined(now + later_s, now) - now)
-            return Verdict(outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=come_back)
+            return Verdict.rejected(decision, self._ledger.or_joined(now + later_s, now) - now)
         bind(self._ledger, decision)
         self._calendar.served(query.question, now, told_apart=query.has_name)
         self._calendar.placed(self._work_s(decision))
@@ -289,15 +299,11 @@ class Admission:
         retry_s = first_good_s(self._ledger, self._policy, query, later, comes_then, share=share)
         retry_at = self._ledger.or_joined(now + (LATER_S[-1] if retry_s is None else retry_s), now)
         if query.has_targets:
-            table = self._ledger.table
-            drained_at = table.facts[Fact.DRAINED_AT, table.pools()[table.decodes(decision.best.computing)]]
-            free_at = np.sort(drained_at).tolist()
+            free_at = self._ledger.table.free_at(decision.best.computing)
             retry_at = self._calendar.reserve(
                 *(query.question, retry_at, self._work_s(decision), free_at, now), told_apart=query.has_name
             )
-        return Verdict(
-            outcome=AdmissionOutcome.REJECTED, decision=decision, retry_after_s=max(MIN_RETRY_AFTER_S, retry_at - now)
-        )
+        return Verdict.rejected(decision, retry_at - now)
 
     def _work_s(self, decision: Decision) -> float:
         """Seconds of workers' time that the request takes: the prompt's, and what its tokens add to the steps of those

@@ -114,12 +114,16 @@ class Decision:
 
     def __str__(self) -> str:
         query = self.query
-        gap = "" if query.gap_s is None else f", gap {1000 * query.gap_s:g} ms"
+        targets = [] if query.ttft_s is None else [f"TTFT {query.ttft_s:g} s"]
+        targets += [
+            f"{name} {1000 * target_s:g} ms"
+            for name, target_s in (("TPOT", query.tpot_s), ("gap", query.gap_s))
+            if target_s is not None
+        ]
         title = (
             f"{query.request_id} (attempt {query.attempt}, tenant {query.tenant!r}, class {query.slo_class!r}) at "
             f"{self.now:.3f} s: {query.num_tokens} tokens, at most {query.max_new_tokens} new, "
-            f"TTFT {query.ttft_target_s:g} s, TPOT {1000 * query.tpot_target_s:g} ms{gap}: "
-            f"{self.action.name}, {self.action.value}"
+            f"{', '.join(targets) or 'no targets'}: {self.action.name}, {self.action.value}"
         )
         return "\n".join([title, _HEADINGS, *map(str, self.rows)])
 
@@ -189,7 +193,8 @@ def _price_in_one_pool(
     here = prompt.rest_s / np.maximum(prompt.first_s + prompt.rest_s, 1e-9)  # of a split one, where it decodes
     crowd = crowds[computing] + here * (crowds[decode] - crowds[computing])
     disturbed = np.minimum(crowd, _MOST_SHARES) + np.minimum(prompts[decode], _MOST_SHARES)
-    waits = np.minimum(ttft_s / query.ttft_target_s, _MOST_SHARES)
+    never = ttft_s == np.inf  # no room is foreseen: later than any target, and where there is none
+    waits = np.where(never, _MOST_SHARES, np.minimum(np.where(never, 0.0, ttft_s) / query.ttft_target_s, _MOST_SHARES))
     handed_over = ~predicted.is_decode_alone
     price: Floats = (
         policy.role_gain * tightness * disturbed + policy.wait_gain * waits + policy.handover_gain * handed_over

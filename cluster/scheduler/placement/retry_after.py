@@ -18,6 +18,8 @@ from collections.abc import Hashable, Sequence
 from typing import Final
 
 MIN_RETRY_AFTER_S: Final = 1.0  # nobody is asked to come back sooner
+# Nor later, and no work is reserved beyond it: by then other workers are there, and other clients.
+MAX_RETRY_AFTER_S: Final = 3600.0
 # The moments that are looked at for a better one, up to 92 s, and the best candidates of now that are looked at then.
 LATER_S: Final = tuple(0.05 * 1.6**power for power in range(17))
 NUM_LATER_CANDIDATES: Final = 3
@@ -79,6 +81,8 @@ class RetryAfterCalendar:
         self._forget(now)
         self._work.forget(now)
         self._pace.turned_away(now)
+        latest = now + MAX_RETRY_AFTER_S
+        earliest = min(earliest, latest)
         expected_at = self._until.get(key)
         is_early = expected_at is not None and now < expected_at - EARLY_S
         if expected_at is not None:
@@ -88,7 +92,7 @@ class RetryAfterCalendar:
         else:
             # Room for those who do come: else, where nobody does, each is sent further away than the one before.
             per_s = CALENDAR_SHARE * self._pace.per_s(len(free_at))
-            at = self._work.reserve(earliest, self.return_rate * work_s, per_s, free_at)
+            at = self._work.reserve(earliest, self.return_rate * work_s, per_s, free_at, latest)
         if at != expected_at:
             self._until[key] = at
             self._num_reserved += 1
@@ -186,14 +190,18 @@ class ReservedWork:
     def __init__(self) -> None:
         self.taken_s: dict[int, float] = {}  # by bucket of time
 
-    def reserve(self, earliest: float, work_s: float, per_s: float, free_at: Sequence[float]) -> float:
-        """The first moment from `earliest` on with room, which is taken then. `per_s`: of room, once all workers are
-        free; `free_at`: when each is, the first one first."""
+    def reserve(
+        self, earliest: float, work_s: float, per_s: float, free_at: Sequence[float], latest: float = math.inf
+    ) -> float:
+        """The first moment from `earliest` on with room, which is taken then; `latest` where there is none before.
+        `per_s`: of room, once all workers are free; `free_at`: when each is, the first one first."""
         bucket = int(earliest // BUCKET_S)
         while self._taken(bucket) >= (room_s := _room_s(bucket, per_s, free_at)):
             bucket += 1
-        at = max(earliest, BUCKET_S * (bucket + self._taken(bucket) / room_s))
-        while work_s > 0.0:
+            if bucket * BUCKET_S >= latest:
+                return latest
+        at = min(latest, max(earliest, BUCKET_S * (bucket + self._taken(bucket) / room_s)))
+        while work_s > 0.0 and bucket * BUCKET_S < latest:
             more_s = min(work_s, max(0.0, _room_s(bucket, per_s, free_at) - self._taken(bucket)))
             self.taken_s[bucket] = self._taken(bucket) + more_s
             work_s -= more_s

@@ -209,10 +209,11 @@ def _start_times(
 
 
 def _idle_shares(table: WorkerTable, in_decode_pool: NDArray[np.bool_], later_s: Floats, now: float) -> Floats:
-    """The idle share of the pool that computes the prompt, by moment and candidate: the workers that have no prompts to
-    compute by then, or that had none lately if these are fewer."""
+    """The idle share of the pool that computes the prompt, by moment and candidate: of the workers that take requests,
+    those that have no prompts to compute by then, or that had none lately if these are fewer."""
+    takes = table.facts[Fact.DRAINING] == 0.0
     of_prefill, of_decode = (
-        _idle_share(table.facts[Fact.DRAINED_AT, pool] - now, busy, later_s)[:, None]
+        _idle_share(table.facts[Fact.DRAINED_AT, pool][takes[pool]] - now, busy, later_s)[:, None]
         for pool, busy in zip(table.pools(), table.busy_shares(now), strict=True)
     )
     return np.where(in_decode_pool, of_decode, of_prefill)

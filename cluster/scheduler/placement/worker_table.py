@@ -22,6 +22,7 @@ _MOST_PROMPTS: Final = 0.9  # of its time
 _LEAST_ROOM: Final = 0.1  # of what decodes take, for prompts, however tight the promises
 _MOST_TOKENS_PER_STEP: Final = 16.0
 _ADAPTER_S: Final = 0.02  # of 10 MB, from a file that is in memory
+_ANY_CHUNK: Final = 1e15  # tokens of a step that nobody told a bound of: no infinity, which times no cost is no number
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
@@ -128,6 +129,16 @@ class WorkerTable:
         """Whether it is a decode worker."""
         return self._row_of[worker_id] >= self.num_prefills
 
+    def free_at(self, worker_id: str) -> list[float]:
+        """When this worker and those of its pool that take requests will have computed the prompts placed there, the
+        first one first."""
+        row = self.row(worker_id)
+        pool = self.pools()[row >= self.num_prefills]
+        takes = self.facts[Fact.DRAINING, pool] == 0.0
+        takes[row - pool.start] = True
+        free_at: list[float] = np.sort(self.facts[Fact.DRAINED_AT, pool][takes]).tolist()
+        return free_at
+
     def add(self, info: WorkerInfo, now: float) -> None:
         key = (info.role == "decode", info.worker_id)
         row, end = bisect_left(self._order, key), len(self)
@@ -141,7 +152,7 @@ class WorkerTable:
         facts = self.facts[:, row]
         facts[Fact.DRAINED_AT], facts[Fact.AS_OF], facts[Fact.STRETCH], facts[Fact.LIMIT_S] = now, now, 1.0, np.inf
         facts[Fact.TOKENS_PER_STEP] = 1.0
-        facts[Fact.CHUNK_TOKENS] = info.chunk_tokens or np.inf
+        facts[Fact.CHUNK_TOKENS] = info.chunk_tokens or _ANY_CHUNK
         facts[Fact.MAX_SEQUENCES] = info.max_num_seqs or np.inf
         facts[Fact.KV_TOKENS] = info.num_blocks // info.layer_groups * info.block_size
         facts[Fact.BLOCK_SIZE] = info.block_size

@@ -375,6 +375,22 @@ async def test_who_is_turned_away_while_a_worker_changes_its_model_is_told_when_
         assert server.scheduler.ledger.joins_at == math.inf
 
 
+async def test_gateways_hear_that_a_worker_takes_nothing_new_before_they_are_refused() -> None:
+    """Who is told that no worker is there may be held until one is; who hears that workers are full gets 429."""
+    async with _server(period_s=HANGS_S) as server, _client(server) as client:
+        worker = await connect(server.endpoint, _identity("d1"), purpose="worker", timeout_s=HANGS_S)
+        await worker.send(Register(info=small_info("d1"), snapshot=small_snapshot("d1")))
+        await eventually(lambda: "d1" in client.workers)
+        for number, draining in enumerate((True, False, True), 2):
+            await worker.send(Heartbeat(snapshot=small_snapshot("d1", number, draining=draining)))
+            await eventually(lambda draining=draining: server.scheduler.leaves("d1") is draining)  # type: ignore[misc]
+            if draining:
+                with pytest.raises(UnavailableError):
+                    await client.place(place(f"r{number}"))
+            else:
+                assert (await client.place(place(f"r{number}"))).decode == "d1"
+
+
 async def test_a_new_scheduler_wants_the_workers_that_load_their_model_or_are_about_to_stop() -> None:
     """Else Serve would give those up that it has started, before they are there."""
     plan = PoolsPlan(prefill=PoolRules(max_workers=9), decode=PoolRules(max_workers=9), settle_s=10 * HANGS_S)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +17,18 @@ from hypothesis import strategies as st
 from cluster.scheduler.placement.admission import Admission, AdmissionOutcome, AdmissionPolicy, TenantShares, Verdict
 from cluster.scheduler.placement.ledger import SOON_S, START_S, Ledger
 from cluster.scheduler.placement.policy import DecisionPolicy
+from cluster.scheduler.placement.retry_after import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S
+from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.scheduling import Place
-from tests.cluster.scheduler.placement.placement_world import book, costed_snapshot, decoding, ledger_of, query_of
+from kv_transfer.worker.cost_report import stated_report
+from tests.cluster.scheduler.placement.placement_world import (
+    COST,
+    book,
+    costed_snapshot,
+    decoding,
+    ledger_of,
+    query_of,
+)
 from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 
 BATCH: dict[str, Any] = {"ttft_s": None, "tpot_s": None}
@@ -141,6 +153,103 @@ def test_everyone_is_answered_by_its_deadline(requests: list[tuple[float, int, f
     assert not open_since
 
 
+# --- whatever is asked ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """A step of a drawn history: a worker reports, and then somebody asks."""
+
+    passed_s: float
+    worker: int
+    report: dict[str, Any]
+    query: dict[str, Any]
+    is_over: int  # this one of those who asked before
+
+
+_COSTS = (
+    COST,
+    StepCost(base_s=0.0, prefill_token_s=0.0, prefill_pair_s=0.0, decode_s=0.0, context_token_s=0.0),
+    StepCost(base_s=1e3, prefill_token_s=1e3, prefill_pair_s=1.0, decode_s=1e3, context_token_s=1.0),
+)
+_REPORTS = st.fixed_dictionaries(
+    {
+        "draining": st.booleans(),
+        "num_running": st.sampled_from([0, 3]),
+        "context_tokens": st.sampled_from([0, 5000]),
+        "queued_prefill_tokens": st.sampled_from([0, 100, 10**6]),
+        "blocks_available": st.sampled_from([0, 50, 2000]),
+        "step_cost": st.sampled_from([None, *map(stated_report, _COSTS)]),
+        "tokens_per_step": st.sampled_from([0.0, 1.0, 3.0]),
+    }
+)
+_QUERIES = st.fixed_dictionaries(
+    {
+        "attempt": st.sampled_from([0, 0, 0, 1]),
+        "num_tokens": st.sampled_from([1, 100, 1600, 8000]),
+        "max_new_tokens": st.sampled_from([0, 1, 100, 2000]),
+        "ttft_s": st.sampled_from([None, 1e-3, 2.0, 1e6]),
+        "tpot_s": st.sampled_from([None, 1e-4, 0.05]),
+        "gap_s": st.sampled_from([None, 0.1]),
+        "tenant": st.sampled_from("ab"),
+        "prefer_decode": st.sampled_from([None, "d1"]),
+        "exclude": st.sampled_from([[], ["d1", "p1"]]),
+        "waited_s": st.sampled_from([0.0, 0.5, 1e4]),
+        "prompt_hash": st.sampled_from([b"", b"a" * 16]),
+    }
+)
+_STEPS = st.builds(
+    _Drawn,
+    passed_s=st.sampled_from([0.0, 0.1, 30.0, 1e5]),
+    worker=st.integers(0, 3),
+    report=_REPORTS,
+    query=_QUERIES,
+    is_over=st.integers(0, 30),
+)
+
+
+def _is_told_in_numbers(verdict: Verdict, now: float) -> None:
+    if verdict.outcome is AdmissionOutcome.WAITING:
+        assert now <= (verdict.until or 0.0) < math.inf
+    if verdict.retry_after_s is not None:
+        assert MIN_RETRY_AFTER_S <= verdict.retry_after_s <= MAX_RETRY_AFTER_S
+    for row in verdict.decision.rows:
+        numbers = [number for number in row if isinstance(number, float)]
+        assert not any(math.isnan(number) for number in numbers), row
+        assert min(row.wait_s, row.prefill_s, row.tpot_s, row.kv_share, row.cached_tokens) >= 0.0, row
+    assert not re.search(r"\b(None|nan)\b", str(verdict))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    workers=st.lists(
+        st.tuples(st.sampled_from([0, 256]), st.sampled_from([1, 100, 2000]), st.sampled_from([0, 2])),
+        min_size=4,
+        max_size=4,
+    ),
+    one_pool=st.booleans(),
+    steps=st.lists(_STEPS, max_size=8),
+)
+def test_whatever_workers_say_and_requests_want_no_number_is_none(
+    workers: list[tuple[int, int, int]], one_pool: bool, steps: list[_Drawn]
+) -> None:
+    """Nothing is divided by zero, no time is in the past or endless, and nobody is told of a time that is none."""
+    names, ledger, now = ("p1", "d1", "d2", "d3"), Ledger(), 0.0
+    for name, (chunk_tokens, num_blocks, most) in zip(names, workers, strict=True):
+        info = worker_info(name, chunk_tokens=chunk_tokens, num_blocks=num_blocks, max_num_seqs=most)
+        ledger.register(info, costed_snapshot(name), now)
+    admission = Admission(ledger, lambda hashes: {}, DecisionPolicy(one_pool=one_pool), AdmissionPolicy())
+    with np.errstate(divide="raise", invalid="raise", over="raise"):
+        for number, step in enumerate(steps):
+            now += step.passed_s
+            ledger.heartbeat(worker_snapshot(names[step.worker], number + 2, **step.report), now)
+            if step.is_over < number:
+                ledger.first_token(f"r{step.is_over}", now)
+                ledger.ended(f"r{step.is_over}", now, 50)
+            for verdict in (_ask(admission, f"r{number}", now, **step.query), *admission.ask_again(now)):
+                _is_told_in_numbers(verdict, now)
+
+
 # --- coming back ---
 
 
@@ -214,6 +323,36 @@ def test_who_finds_no_worker_is_told_when_one_has_loaded() -> None:
     unknown = Ledger()
     unknown.loading("d1", 1.0)
     assert _ask(_admission(unknown), now=1.0).retry_after_s == SOON_S, "nobody told"
+
+
+def test_workers_that_leave_give_no_room_to_those_who_are_to_come_back() -> None:
+    """They compute nothing any more, so soon look free: what is told is what those who stay have room for."""
+
+    def told(*leaving: str) -> list[float | None]:
+        ledger = ledger_of("d1", "d2", *leaving)
+        for worker_id in ("d1", "d2"):
+            for number in range(8):
+                book(ledger, f"{worker_id}-{number}", prefill=None, decode=worker_id, prefill_s=1.0)
+        for worker_id in leaving:
+            ledger.heartbeat(costed_snapshot(worker_id, 2, draining=True), 0.0)
+        admission = _admission(ledger, max_contenders=0)
+        return [_ask(admission, f"r{number}", num_tokens=900 + number).retry_after_s for number in range(8)]
+
+    alone = told()
+    assert told("d3", "d4", "d5", "d6") == alone
+    assert None not in alone and len(set(alone)) == 8
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_batch_prompt_does_not_take_the_last_worker_as_those_that_leave_are_idle(is_known: bool) -> None:
+    """It would, were three of four idle."""
+    ledger = ledger_of("d1", "d2", "d3", "d4")
+    admission = _admission(ledger)
+    book(ledger, "busy", prefill=None, decode="d1", num_tokens=100, prefill_s=0.1)
+    for worker_id in ("d2", "d3"):
+        ledger.heartbeat(costed_snapshot(worker_id, 2, draining=is_known), 0.0)
+    verdict = _ask(admission, num_tokens=3000, **BATCH)
+    assert (verdict.outcome is AdmissionOutcome.PLACED) is not is_known
 
 
 def test_nobody_waits_for_another_s_adapter() -> None:

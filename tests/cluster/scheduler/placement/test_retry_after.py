@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.scheduler.placement.retry_after import PlacementPace, ReservedWork, RetryAfterCalendar
+from cluster.scheduler.placement.retry_after import (
+    MAX_RETRY_AFTER_S,
+    PlacementPace,
+    ReservedWork,
+    RetryAfterCalendar,
+)
 
 _FREE = [0.0]  # of a worker that has nothing to compute
 
@@ -61,6 +66,28 @@ def test_no_second_is_given_more_than_is_done_in_it(
     for second, taken_s in calendar.taken_s.items():
         num_free = sum(free <= second + 1 for free in free_at)
         assert taken_s <= per_s * max(1, num_free) / len(free_at) + 1e-9
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 1.0, 5000.0]),
+            st.sampled_from([0.0, 0.3, 1e9, 1e300]),
+            st.sampled_from([0.0, 3e3, 1e12]),
+        ),
+        max_size=12,
+    ),
+    st.lists(st.sampled_from([0.0, 1e4, 1e15]), min_size=1, max_size=3).map(sorted),
+)
+def test_nobody_is_told_of_a_time_beyond_an_hour_nor_is_any_work_kept_there(
+    asked: list[tuple[float, float, float]], free_at: list[float]
+) -> None:
+    calendar, now = RetryAfterCalendar(), 0.0
+    for number, (passed_s, work_s, in_s) in enumerate(asked):
+        now += passed_s
+        at = calendar.reserve(number, now + in_s, work_s, free_at, now)
+        assert now + min(in_s, MAX_RETRY_AFTER_S) <= at <= now + MAX_RETRY_AFTER_S
+        assert len(calendar._work.taken_s) <= MAX_RETRY_AFTER_S + 2
 
 
 # --- the pace ---
