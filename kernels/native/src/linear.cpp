@@ -218,8 +218,8 @@ void compute_panels(const Linear<T>& job, int64_t first, int64_t count, int64_t 
   each();
 }
 
-// A job in parts of so many rows that a core's own cache keeps them while all panels meet them: none, if it has no rows.
-// Of a weight with few inputs or outputs, of which no panel takes long, parts are small, so that all threads have some.
+// A job in parts of so many rows that a core's own cache keeps them while all panels meet them: none, if it has no
+// rows. Of a weight with few inputs or outputs, of which no panel takes long, parts are small: all threads have some.
 template <typename T>
 void add_parts(const Linear<T>& job, std::vector<Linear<T>>& parts) {
   if (!fills_tiles<T>(job.inputs)) return parts.push_back(job);
@@ -491,7 +491,8 @@ void linear_f32(const float* x, int64_t rows, int64_t inputs, const float* weigh
   compute(&job, 1);
 }
 
-// `x [heads, rows, inputs]` by a weight of each head, which are packed one after the other; `out [heads, rows, outputs]`.
+// `x [heads, rows, inputs]` by a weight of each head, which are packed one after the other, to
+// `out [heads, rows, outputs]`.
 void heads_bf16(const bf16* x, int64_t heads, int64_t rows, int64_t inputs, const bf16* weights, int64_t outputs,
                 bf16* out) {
   compute_heads(x, heads, rows, inputs, weights, outputs, out);

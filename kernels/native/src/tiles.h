@@ -2,7 +2,7 @@
 //
 // To each sum the instruction adds the products of 32 inputs, the even and the odd ones summed apart, whatever the
 // number of rows in the tile. So a row's result is the same to the bit in any company here, too, but another one than
-// that of instructions of 16 numbers (linear.cpp). The weight lies as it lies for these: a tile of it is half of 16 steps.
+// that of instructions of 16 numbers (linear.cpp). The weight lies as it does for these: a tile is half of 16 steps.
 
 #pragma once
 
@@ -32,7 +32,7 @@ inline int64_t rows_of_tile(int64_t rows) {
   return (rows + tiles - 1) / tiles;
 }
 
-// Bytes of rows that every panel of a weight meets before the next ones do: what a core's own cache holds beside others.
+// Bytes of rows that every panel of a weight meets before the next ones do: what a core's own cache has room for.
 constexpr int64_t kRowsAtOnce = 768 << 10;
 
 // The shapes of the thread's eight tiles, while this lives; none, if they are not `used`.
@@ -42,8 +42,8 @@ class Shapes {
   explicit Shapes(int64_t) {}
 };
 
-// A panel's outputs, 32 or 16, of all rows, while `Shapes` of `rows_of_tile` live. `ahead`: weights that memory is asked
-// for meanwhile, as many as the panel's, or null.
+// A panel's outputs, 32 or 16, of all rows, while `Shapes` of `rows_of_tile` live. `ahead`: weights that memory is
+// asked for meanwhile, as many as the panel's, or null.
 template <bool kWhole>
 void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16>& to, int64_t first_output,
                     const char* ahead);
@@ -77,9 +77,9 @@ struct Columns {
   int64_t bytes;  // from word to word
 };
 
-// Leaves the sums of a tile of rows, or two (`kTwo`), in tiles 0 and 1, and 2 and 3: of 16 columns each, 32 if `kWhole`.
-// `row_bytes`: from row to row. `ahead`: see above. The rows, of which each panel reads all once, are read past the first
-// cache, where the panel stays.
+// Leaves the sums of a tile of rows, or two (`kTwo`), in tiles 0 and 1, and 2 and 3: of 16 columns each, 32 if
+// `kWhole`. `row_bytes`: from row to row. `ahead`: see above. The rows, of which each panel reads all once, are read
+// past the first cache, where the panel stays.
 template <bool kTwo, bool kWhole>
 void sum_tiles(const bf16* first, const bf16* second, int64_t row_bytes, int64_t inputs, const Columns& columns,
                const char* ahead) {
