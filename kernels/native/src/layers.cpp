@@ -171,9 +171,12 @@ class Pass {
     X* projected = scratch_.projected + part.at * widths_.projected;
     X* activated = scratch_.activated + part.at * widths_.activated;
     finish_attention(part);
-    project(layer_.gate_up, row(step_.normed, part), part.rows, nullptr, projected, soon(legato::kGateUp));
-    adapt(part, legato::kGateUp, row(step_.normed, part), projected, layer_.gate_up.outputs);
-    activate(projected, part.rows, activated);
+    const X* normed = row(step_.normed, part);
+    if (step_.adapters || !legato::linear_gated(layer_.gate_up, shape_.activation, normed, part.rows, activated)) {
+      project(layer_.gate_up, normed, part.rows, nullptr, projected, soon(legato::kGateUp));
+      adapt(part, legato::kGateUp, normed, projected, layer_.gate_up.outputs);
+      activate(projected, part.rows, activated);
+    }
     add(part, layer_.down, legato::kDown, activated, layer_.mlp_output_norm, following);
   }
 
