@@ -8,7 +8,7 @@ Shape legend: T packed tokens, G layer groups, R output rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
 
@@ -61,6 +61,20 @@ class Batch:
     def everyone_samples(self) -> bool:
         """Whether the output rows are all rows, in their order."""
         return self.num_sampled_rows == self.num_tokens and not self.prompt_spans
+
+    def output_segments(self) -> tuple[Segment, ...]:
+        """Of each segment the rows from its first output row to its last one, for a batch on a CPU."""
+        rows = np.sort(self.output_rows.numpy())
+        found = []
+        for segment in self.segments:
+            stop = segment.first_row + segment.num_queries
+            own = rows[slice(*np.searchsorted(rows, (segment.first_row, stop)))].tolist()
+            if own:
+                first, last = own[0], own[-1]
+                context_len = segment.context_len - (stop - 1 - last)
+                part = replace(segment, first_row=first, num_queries=last + 1 - first, context_len=context_len)
+                found.append(part)
+        return tuple(found)
 
 
 def build_batch(

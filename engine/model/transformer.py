@@ -42,7 +42,9 @@ from kernels.interface import (
     LayersForm,
     Linear,
     PagedAttention,
+    Segment,
 )
+from kernels.native.attention import NativeAttention
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.layers import NativeLayers
 from kernels.quantised_weight import QuantisedWeight, side_by_side
@@ -185,7 +187,7 @@ class Model:
         `attentions`: one for each of `windows`, and the batch says nothing of segments; None: those of its segments.
         """
         if attentions is None:
-            attentions = self._plan_attentions(batch, kv_cache)
+            attentions = self._plan_attentions(batch.segments, kv_cache)
         rotations = {rope: rotary(batch.positions, self.dtype) for rope, rotary in self._rotary.items()}
         step = _Step(batch, kv_cache, rotations, attentions)
         x = functional.embedding(batch.token_ids, self._embedding)
@@ -211,6 +213,8 @@ class Model:
                 hooks.stored(index)
             if index == last and not len(batch.output_rows):
                 return x[:0]
+            if index == last and not batch.everyone_samples:
+                step = self._of_outputs(step)
             attended = self._attend(q, k, v, step, index)
             if hooks is not None:
                 hooks.attended(index)
@@ -288,15 +292,22 @@ class Model:
         )
         return num_layers
 
-    def _plan_attentions(self, batch: Batch, kv_cache: KVCache) -> Mapping[int | None, PagedAttention]:
+    def _of_outputs(self, step: _Step) -> _Step:
+        """With attention of the output rows alone, where no row's bits depend on the others: most rows of a prompt have
+        no part in what comes after the last layer's."""
+        if not all(isinstance(attention, NativeAttention) for attention in step.attentions.values()):
+            return step
+        return replace(step, attentions=self._plan_attentions(step.batch.output_segments(), step.kv_cache))
+
+    def _plan_attentions(self, segments: Sequence[Segment], kv_cache: KVCache) -> Mapping[int | None, PagedAttention]:
         geometry = kv_cache.layout.geometry
-        longest = max(segment.context_len for segment in batch.segments)
+        longest = max(segment.context_len for segment in segments)
         attentions: dict[int | None, PagedAttention] = {}
         for window in self.windows:
             effective = None if window is None or window >= longest else window
             if effective not in attentions:
                 attentions[effective] = self._kernels.plan_attention(
-                    batch.segments, geometry, window=effective, dtype=self.dtype
+                    segments, geometry, window=effective, dtype=self.dtype
                 )
             attentions[window] = attentions[effective]
         return attentions

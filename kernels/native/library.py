@@ -61,8 +61,8 @@ AVX512 = Instructions(
 )
 AMX = Instructions(
     "AMX",
-    (*AVX512.flags, "amx_tile", "amx_bf16", "amx_int8"),
-    (*AVX512.options, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    (*AVX512.flags, "avx512_vbmi", "amx_tile", "amx_bf16", "amx_int8"),
+    (*AVX512.options, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 )
 """And products of tiles, of bfloat16 (`src/tiles.h`) and of bytes (`src/quantised_tiles.h`)."""
 AVX2 = Instructions("AVX2", ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"), ("-march=x86-64-v3",))

@@ -39,3 +39,18 @@ def test_all_that_a_step_tells_the_device_goes_up_as_one_piece(llama_folder: Pat
         assert seq.block_table is not None
         slots = runner.kv_cache.slot_addresses(seq.block_table.view, batch.positions[rows].numpy())
         assert batch.slot_mapping[:, rows].tolist() == slots.tolist()
+
+
+def test_the_rows_between_a_segments_first_output_and_its_last(llama_folder: Path) -> None:
+    """Of a decode its row, of a prompt's end the last one, of one that is judged all, and of one that goes on none."""
+    runner, _ = recording_runner(llama_folder)
+    stepper = Stepper(runner)
+    decoding, judged = stepper.add([9, 8, 7]), stepper.add(PROMPT, params=GREEDY_WITH_ECHO)
+    ending, going_on = stepper.add(PROMPT), stepper.add([*PROMPT, *PROMPT])
+    stepper.step([(decoding, 3), (judged, 1), (ending, 2)])
+    work = ((decoding, 1), (judged, 3), (ending, 5), (going_on, 9))
+    for seq, count in work:
+        stepper.reserve(seq, seq.num_computed + count)
+    batch = build_batch(StepPlan(tuple(ScheduledSequence(*one) for one in work)), runner.kv_cache)
+    found = [(part.first_row, part.num_queries, part.context_len) for part in batch.output_segments()]
+    assert batch.num_tokens == 18 and found == [(0, 1, 4), (1, 3, 4), (8, 1, 7)]

@@ -60,7 +60,7 @@ void attend_key_head(const Layer<T>& layer, int64_t key_head, int64_t tile, cons
     const auto ask = [&] { ahead.ask(); };
     const int64_t filled = (steps + kTileInputs / 2 - 1) / (kTileInputs / 2) * (kTileInputs / 2);
     pack_keys(tokens, at, layer.words(), buffers.keys, ask);
-    pack_values(tokens, at, filled, layer.plan.value_dim, layer.width(), buffers.values, ask);
+    pack_values(tokens, at, filled, layer.plan.value_dim, layer.width(), buffers.values, ask, first_token_of);
     const PackedTile packed{tile, layer.words(), layer.width(), filled, kKeyVectors, buffers.keys, buffers.values};
     return attend_by_tiles(packed, rows, num_rows, buffers.query_width(layer), layer.sums_stride(), layer.exponents,
                            ahead);
@@ -70,7 +70,8 @@ void attend_key_head(const Layer<T>& layer, int64_t key_head, int64_t tile, cons
     if (is_in_place(layer, num_rows)) return attend_rest<T, kInPlaceRows>(in_place, rows, layer.exponents, num_rows);
   }
   pack_keys(tokens, at, layer.words(), buffers.keys, [] {});
-  pack_values(tokens, at, steps, layer.plan.value_dim, layer.width(), buffers.values, [] {});
+  const auto token_of = [](int64_t step) { return step * Words<T>::kNumbers; };
+  pack_values(tokens, at, steps, layer.plan.value_dim, layer.width(), buffers.values, [] {}, token_of);
   const PackedTile packed{tile, layer.words(), layer.width(), steps, kKeyVectors, buffers.keys, buffers.values};
   attend_tile<T>(packed, rows, num_rows, layer.exponents, ahead);
 }
@@ -214,17 +215,29 @@ void mend_earlier_rows(const Layer<T>& layer) {
   }
 }
 
+// Where tiles multiply, packing keys and values for an item takes as long as two dozen of its rows, whose sums come from
+// the second cache anyhow. So an item has more rows, as long as all threads have enough items.
+template <typename T>
+int64_t rows_of_items(const Layer<T>& layer, int64_t num_threads) {
+  int64_t all = 0, rows = kItemRows;
+  for (int64_t i = 0; i < layer.plan.num_segments; ++i) all += layer.plan.segments[i].num_queries * layer.num_heads;
+  if (!by_tiles<T>()) return rows;
+  while (rows < 4 * kItemRows && all >= 2 * rows * 2 * kItemsPerThread * num_threads) rows *= 2;
+  return rows;
+}
+
 template <typename T>
 void attend(const Layer<T>& layer) {
   static thread_local Scratch scratch;
-  const Work work(layer, omp_get_max_threads());
+  const int64_t num_threads = omp_get_max_threads(), item_rows = rows_of_items(layer, num_threads);
+  const Work work(layer, num_threads, item_rows);
   auto* partials = reinterpret_cast<float*>(
       scratch.reserve(sizeof(float) * work.num_partial * layer.num_heads * layer.sums_stride()));
   const auto num_items = static_cast<int64_t>(work.items.size()), num_cut = static_cast<int64_t>(work.cut.size());
   bool are_all_numbers = true;
 #pragma omp parallel if (num_items > 1) reduction(&& : are_all_numbers)
   {
-    Buffers<T> buffers(layer, std::max(kItemRows, layer.heads_per_key_head()));
+    Buffers<T> buffers(layer, std::max(item_rows, layer.heads_per_key_head()));
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < num_items; ++i) {
       const Item& next = work.items[std::min(i + omp_get_num_threads(), num_items - 1)];

@@ -27,6 +27,12 @@ inline int64_t rows_of_tiles(int64_t num_rows) {
   return num_rows <= kTileRows ? num_rows : (num_rows + kTileRows - 1) / kTileRows * kTileRows;
 }
 
+// Of the two tokens that a step of values is of, which follow each other. Steps come in the order that packing two
+// registers' words into one leaves them in, four of either (see `weigh_by_parts`).
+inline int64_t first_token_of(int64_t step) {
+  return step / 16 * 32 + step % 16 / 4 * 4 + step % 2 * 2 + step / 2 % 2 * 16;
+}
+
 // `rows` come by rising `stop` and `first`, and their sums lie one after the other, `sums_stride` numbers apart.
 inline void attend_by_tiles(const PackedTile& tile, const Row* rows, int64_t num_rows, int64_t query_width,
                             int64_t sums_stride, const Exponents& exponents, Ahead& ahead);
@@ -96,6 +102,7 @@ inline void multiply_inputs(const TileProducts& by, int64_t input, int64_t stop)
 struct PairOfTiles {
   const Row* rows;
   int64_t count;
+  bool sees_all;    // of the tile, each row
   float* products;  // with keys, [kPairRows, kTileKeys]
   bf16* weights;    // likewise
 };
@@ -151,53 +158,110 @@ class DueProducts {
   TileProducts products_;
 };
 
-// 2^x to 2.2e-4, exactly 1 at 0, with fewer instructions than `rough_exp2_of_finite`: by the part above a whole number.
-inline __attribute__((always_inline)) __m512 weight_by_tiles(__m512 x) {
-  constexpr float kCoefficients[] = {0x1.3ead94p-4f, 0x1.ce9496p-3f, 0x1.648526p-1f, 1.0f};
-  const __m512 part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // see `times_two_to`
-  return _mm512_maskz_scalef_ps(normal, polynomial(kCoefficients, part), x);
+// Of parts of a doubling, by how many two to the power of them is below a straight line from 1 to 2.
+struct BelowLine {
+  alignas(64) uint8_t of[128] = {};
+  constexpr BelowLine() {
+    double power = 1;
+    for (int part = 0; part < 128; ++part, power *= 1.0054299011128028227) {  // two to the power of 1/128
+      of[part] = static_cast<uint8_t>(part - static_cast<int>(128 * (power - 1) + 0.5));
+    }
+  }
+};
+constexpr BelowLine kBelowLine;
+
+// Of a row over a tile; -infinity of tokens that it does not see.
+inline __attribute__((always_inline)) void score_by_tiles(const PackedTile& tile, const Row& row, bool sees_all,
+                                                          const Exponents& exponents, const float* products,
+                                                          __m512 (&score)[kKeyVectors]) {
+  for (int64_t v = 0; v < kKeyVectors; ++v) score[v] = exponents.score(_mm512_load_ps(products + 16 * v));
+  if (sees_all) return;
+  const uint64_t seen = tokens_seen(row, tile.first);
+  for (int64_t v = 0; v < kKeyVectors; ++v) {
+    score[v] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen >> (16 * v), score[v]);
+  }
 }
 
-// As `weigh`, but that the reference moves where the weights of four tokens, which have to be summed, are too large
-// together: to find the largest exponent first would take a tenth of the time. The row's sums of values move with it.
-inline __attribute__((always_inline)) void weigh_by_tiles(const PackedTile& tile, const Row& row,
+// Moves the reference to the largest exponent, rounded up, if that is far above it, and the row's sums with it.
+inline __attribute__((noinline)) void move_by_tiles(const PackedTile& tile, __m512 largest_of_lanes, float scale,
+                                                    Sums& sums) {
+  const float before = sums.reference, largest = _mm512_reduce_max_ps(largest_of_lanes) * scale;
+  if (!(largest > before + kSlack)) return;
+  sums.reference = std::ceil(largest);
+  if (before == kNothingSeen) return;  // all sums are zeros
+  const __m512 factor = exp2(_mm512_set1_ps(before - sums.reference));
+  _mm512_store_ps(sums.weights, _mm512_mul_ps(_mm512_load_ps(sums.weights), factor));
+  for (int64_t at = 0; at < tile.width; at += 16) {
+    _mm512_store_ps(sums.values + at, _mm512_mul_ps(_mm512_load_ps(sums.values + at), factor));
+  }
+}
+
+// The weights of scores, and in `sums` their sum. False: one is too large, or there is NaN, and nothing was written.
+//
+// Bit by bit, a number of bfloat16 is its logarithm in 128ths, but for `BelowLine`. So weights of whole 128ths, which
+// are off by 0.16 % typically, take half of the instructions of exponentials in float32. What is summed is what values
+// are multiplied by, so that only what differs from weight to weight is left of that.
+inline __attribute__((always_inline)) bool weigh_by_parts(const __m512 (&score)[kKeyVectors], float scale, Sums& sums,
+                                                          bf16* weights) {
+  constexpr float kParts = 128, kOne = 127;  // of a doubling; the exponent of 1 as bfloat16 has it
+  const __m512 by = _mm512_set1_ps(scale * kParts), most = _mm512_set1_ps((kOne + kSlack) * kParts);
+  const __m512 first = _mm512_set1_ps((kOne - sums.reference) * kParts);  // exact: references are whole numbers
+  __m512 parts[kKeyVectors];
+  __mmask16 fit = 0xffff;
+  for (int64_t v = 0; v < kKeyVectors; ++v) {
+    parts[v] = _mm512_fmadd_ps(score[v], by, first);
+    fit = _mm512_mask_cmp_ps_mask(fit, parts[v], most, _CMP_LE_OQ);
+  }
+  if (__builtin_expect(fit != 0xffff, 0)) return false;
+  const __m512i low = _mm512_load_si512(kBelowLine.of), high = _mm512_load_si512(kBelowLine.of + 64);
+  __m512 sum = _mm512_load_ps(sums.weights);
+  for (int64_t v = 0; v < kKeyVectors; v += 2) {
+    // Logarithms below the smallest become 0. Numbers that are smaller than normal ones are 0 to all products.
+    const __m512i words = _mm512_packus_epi32(_mm512_cvtps_epi32(parts[v]), _mm512_cvtps_epi32(parts[v + 1]));
+    const __m512i below = _mm512_maskz_permutex2var_epi8(0x5555555555555555, low, words, high);  // by 7 bits of a byte
+    const __m512i weight = _mm512_sub_epi16(words, below);
+    _mm512_store_si512(weights + 16 * v, weight);
+    sum = _mm512_dpbf16_ps(sum, as_pairs(weight), as_pairs(_mm512_set1_epi16(0x3f80)));
+  }
+  _mm512_store_ps(sums.weights, sum);
+  return true;
+}
+
+// As `weigh_by_parts`, of a tile with what is infinite or no number, in the same order of tokens.
+inline __attribute__((noinline)) void weigh_any(const PackedTile& tile, const Row& row, const Exponents& exponents,
+                                                const float* products, bf16* weights) {
+  Sums& sums = *row.sums;
+  __m512 weight[kKeyVectors];
+  score_by_tiles(tile, row, false, exponents, products, weight);
+  const __m512 scale = _mm512_set1_ps(exponents.scale), reference = _mm512_set1_ps(sums.reference);
+  for (__m512& own : weight) {
+    const __m512 exponent = _mm512_fmsub_ps(own, scale, reference);
+    own = rough_exp2_of_finite(_mm512_max_ps(_mm512_set1_ps(kNothing), exponent));  // in this order NaN stays NaN
+    _mm512_store_ps(sums.weights, _mm512_add_ps(_mm512_load_ps(sums.weights), own));
+  }
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  for (int64_t v = 0; v < kKeyVectors; v += 2) {
+    const __m512i words = as_words(_mm512_cvtne2ps_pbh(weight[v + 1], weight[v]));
+    _mm512_store_si512(weights + 16 * v, _mm512_permutexvar_epi64(order, words));
+  }
+}
+
+// As `weigh`, but that the reference, a whole number, moves where a weight is too large: to find the largest exponent
+// first would take a tenth of the time. The row's sums of values move with it.
+inline __attribute__((always_inline)) void weigh_by_tiles(const PackedTile& tile, const Row& row, bool sees_all,
                                                           const Exponents& exponents, const float* products,
                                                           bf16* weights) {
   Sums& sums = *row.sums;
-  __m512 score[kKeyVectors], weight[kKeyVectors];
-  const __m512 scale = _mm512_set1_ps(exponents.scale);
-  const uint64_t seen = tokens_seen(row, tile.first);
-  for (int64_t v = 0; v < kKeyVectors; ++v) {
-    score[v] = exponents.score(_mm512_load_ps(products + 16 * v));
-    if (seen != ~0ull) score[v] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen >> (16 * v), score[v]);
-  }
+  __m512 score[kKeyVectors];
+  score_by_tiles(tile, row, sees_all, exponents, products, score);
   const auto move = [&] {
-    const bool is_first = sums.reference == kNothingSeen;
     const __m512 larger = _mm512_max_ps(_mm512_max_ps(score[0], score[1]), _mm512_max_ps(score[2], score[3]));
-    const __m512 factor = move_reference(sums, _mm512_mul_ps(larger, scale));
-    if (is_first) return;  // all sums are zeros
-    for (int64_t at = 0; at < tile.width; at += 16) {
-      _mm512_store_ps(sums.values + at, _mm512_mul_ps(_mm512_load_ps(sums.values + at), factor));
-    }
-  };
-  const auto weigh_all = [&] {
-    const __m512 reference = _mm512_set1_ps(sums.reference);
-    for (int64_t v = 0; v < kKeyVectors; ++v) {
-      __m512 exponent = _mm512_fmsub_ps(score[v], scale, reference);
-      if (seen != ~0ull) exponent = _mm512_max_ps(_mm512_set1_ps(kNothing), exponent);  // in this order NaN stays NaN
-      weight[v] = weight_by_tiles(exponent);
-    }
-    return _mm512_add_ps(_mm512_add_ps(weight[0], weight[1]), _mm512_add_ps(weight[2], weight[3]));
+    move_by_tiles(tile, larger, exponents.scale, sums);
   };
   if (sums.reference == kNothingSeen) move();
-  __m512 added = weigh_all();
-  if (__builtin_expect(_mm512_cmp_ps_mask(added, _mm512_set1_ps(kLargeWeights), _CMP_GT_OQ), 0)) {
-    move();
-    added = weigh_all();
-  }
-  store_weights<bf16>(weights, weight);
-  _mm512_store_ps(sums.weights, _mm512_add_ps(_mm512_load_ps(sums.weights), added));
+  if (__builtin_expect(weigh_by_parts(score, exponents.scale, sums, weights), 1)) return;
+  move();
+  if (!weigh_by_parts(score, exponents.scale, sums, weights)) weigh_any(tile, row, exponents, products, weights);
 }
 
 // Three parts, of which the first and the third, of other rows, are computed by the processor's tiles while the second
@@ -214,8 +278,9 @@ inline void attend_by_tiles(const PackedTile& tile, const Row* rows, int64_t num
   int64_t first = 0, stop = num_rows;
   while (first < stop && !sees(first)) first += kPairRows;
   const auto pair_at = [&](int64_t row) {
-    const int64_t slot = row / kPairRows % 2;
-    return PairOfTiles{rows + row, std::min(kPairRows, num_rows - row), products[slot], weights[slot]};
+    const int64_t slot = row / kPairRows % 2, count = std::min(kPairRows, num_rows - row);
+    const bool sees_all = rows[row].stop >= tile.first + kTileKeys && rows[row + count - 1].first <= tile.first;
+    return PairOfTiles{rows + row, count, sees_all, products[slot], weights[slot]};
   };
   PairOfTiles before, now, next;
   bool has_before = false, has_now = false;
@@ -230,7 +295,7 @@ inline void attend_by_tiles(const PackedTile& tile, const Row* rows, int64_t num
         if (own % kTileRows == 0) ahead.ask();
         if (own % kRowsBetween == 0) due.multiply(all * (kPairRows - own - kRowsBetween) / kPairRows);
         const int64_t at = own * kTileKeys;
-        weigh_by_tiles(tile, now.rows[own], exponents, now.products + at, now.weights + at);
+        weigh_by_tiles(tile, now.rows[own], now.sees_all, exponents, now.products + at, now.weights + at);
       }
     }
     due.multiply(0);

@@ -10,8 +10,8 @@
 
 namespace legato {
 
-// Rows at a time. Keys are turned over once for all of them: 16 registers of keys and a sum of each row, 28 of 32. Where
-// there are fewer, the keys lie in the first cache.
+// Rows at a time. Keys are turned over once for all of them: 16 registers of keys and a sum of each row, 28 of 32.
+// Where there are fewer, the keys lie in the first cache.
 constexpr int kInPlaceRows = kRegisters == 32 ? 12 : 6;
 constexpr int64_t kTokensPerAsk = 16;  // as many of this tile are read before the next one is asked for again
 

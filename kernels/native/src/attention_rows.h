@@ -150,7 +150,7 @@ inline __m512 weight_of(__m512 exponent, const float*) { return exp2_of_finite(e
 inline __m512 weight_of(__m512 exponent, const bf16*) { return rough_exp2_of_finite(exponent); }
 
 // What exponents may be above their row's reference.
-constexpr float kSlack = 8.0f, kLargeWeights = 256.0f;  // two to the power of it
+constexpr float kSlack = 8.0f;
 
 // Moves the reference of a row's sums to the largest of the tile's exponents, if that is far above it: usually no
 // exponent of a tile is, and to find its largest would take as long as everything else. Returns what the sums of

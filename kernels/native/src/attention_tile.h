@@ -94,28 +94,30 @@ void pack_keys(const Tokens<T>& tokens, int64_t at, int64_t words, int32_t* into
 
 constexpr int64_t kStepsPerAsk = 2;
 
-// `into [steps, width]`: word i of step s is number i of the tokens that step s multiplies.
-template <typename Ask>
+// `into [steps, width]`: word i of step s is number i of the tokens that step s multiplies, which are those from
+// `token_of(s)` on.
+template <typename Ask, typename Order>
 void pack_values(const Tokens<float>& tokens, int64_t first, int64_t steps, int64_t value_dim, int64_t width,
-                 int32_t* into, const Ask&) {
+                 int32_t* into, const Ask&, const Order& token_of) {
   for (int64_t step = 0; step < steps; ++step) {
     for (int64_t at = 0; at < value_dim; at += 16) {
-      const __m512 value = load(tokens.values()[step] + first + at, first_lanes(value_dim - at));
+      const __m512 value = load(tokens.values()[token_of(step)] + first + at, first_lanes(value_dim - at));
       _mm512_storeu_ps(into + step * width + at, value);
     }
   }
 }
 
-template <typename Ask>
+template <typename Ask, typename Order>
 void pack_values(const Tokens<bf16>& tokens, int64_t first, int64_t steps, int64_t value_dim, int64_t width,
-                 int32_t* into, const Ask& ask) {
+                 int32_t* into, const Ask& ask, const Order& token_of) {
   for (int64_t step = 0; step < steps; ++step) {
+    const bf16* const* rows = tokens.values() + token_of(step);
     if (step % kStepsPerAsk == 0) ask();
     for (int64_t at = 0; at < value_dim; at += 32) {
       const int64_t count = value_dim - at;
       const __mmask32 lanes = count >= 32 ? ~0u : (1u << count) - 1u;
-      const __m512i a = _mm512_maskz_loadu_epi16(lanes, tokens.values()[2 * step] + first + at);
-      const __m512i b = _mm512_maskz_loadu_epi16(lanes, tokens.values()[2 * step + 1] + first + at);
+      const __m512i a = _mm512_maskz_loadu_epi16(lanes, rows[0] + first + at);
+      const __m512i b = _mm512_maskz_loadu_epi16(lanes, rows[1] + first + at);
       int32_t* words = into + step * width + at;
       _mm512_storeu_si512(words, kLow.of(a, b));
       if (at + 16 < width) _mm512_storeu_si512(words + 16, kHigh.of(a, b));

@@ -89,10 +89,12 @@ class Work {
   std::vector<Item> cut;  // those of which each split is an item: their partial sums lie one after the other
   int64_t num_partial = 0;
 
+  // Items of at most so many rows, or of one query's of a key head.
   template <typename T>
-  Work(const Layer<T>& layer, int num_threads) : num_threads_(num_threads), heads_(layer.heads_per_key_head()) {
+  Work(const Layer<T>& layer, int64_t num_threads, int64_t item_rows)
+      : num_threads_(num_threads), item_rows_(item_rows), heads_(layer.heads_per_key_head()) {
     std::vector<Item> tiles;
-    const int64_t queries_per_tile = std::max<int64_t>(1, kItemRows / heads_);
+    const int64_t queries_per_tile = std::max<int64_t>(1, item_rows_ / heads_);
     for (int64_t s = 0; s < layer.plan.num_segments; ++s) {
       const Segment& segment = layer.plan.segments[s];
       for (int64_t query = 0; query < segment.num_queries; query += queries_per_tile) {
@@ -108,7 +110,7 @@ class Work {
  private:
   bool too_long(int64_t cost) const { return num_threads_ > 1 && cost * kItemsPerThread * num_threads_ > cost_; }
 
-  bool too_wide(const Item& item) const { return item.num_key_heads * item.num_queries * heads_ > kItemRows; }
+  bool too_wide(const Item& item) const { return item.num_key_heads * item.num_queries * heads_ > item_rows_; }
 
   void add(const Item& tile) {
     const int64_t num_parts = too_wide(tile) ? tile.num_key_heads : 1;
@@ -139,7 +141,7 @@ class Work {
     for (; item.first_key_head < num_heads; ++item.first_key_head) items.push_back(item);
   }
 
-  int64_t num_threads_, heads_;  // those of a key head
+  int64_t num_threads_, item_rows_, heads_;  // those of a key head
   int64_t cost_ = 0;
 };
 

@@ -103,6 +103,11 @@ void add_adapters(const Adapters& adapters, int64_t layer, Place place, int64_t 
 void linear(const Product& product, const Stretches& soon, bf16);
 void linear(const Product& product, const Stretches& soon, float);
 
+// A projection to gates and, after all of them, to what these let through, and the activation of both, `out [rows,
+// outputs / 2]`: with the bits of one after the other. False: not of this one here.
+bool linear_gated(const Projection& by, Activation activation, const bf16* x, int64_t rows, bf16* out);
+inline bool linear_gated(const Projection&, Activation, const float*, int64_t, float*) { return false; }
+
 // Each group's rows of `x [rows, inputs]` by its projection.
 void linear_groups(const RowGroups& groups, const bf16* x, bf16* out);
 void linear_groups(const RowGroups& groups, const float* x, float* out);
@@ -118,8 +123,8 @@ inline void project(const RowGroups& groups, const float* x, float* out) { linea
 
 extern "C" {
 
-// In bfloat16, `inputs` is even. `weight` is what `linear_pack_*` made; `bias`, `residual` may be null, and `out` may be
-// `residual`.
+// In bfloat16, `inputs` is even. `weight` is what `linear_pack_*` made; `bias`, `residual` may be null, and `out` may
+// be `residual`.
 void linear_bf16(const legato::bf16* x, int64_t rows, int64_t inputs, const legato::bf16* weight, int64_t outputs,
                  const legato::bf16* bias, const legato::bf16* residual, legato::bf16* out);
 void linear_f32(const float* x, int64_t rows, int64_t inputs, const float* weight, int64_t outputs, const float* bias,
@@ -128,16 +133,16 @@ void linear_f32(const float* x, int64_t rows, int64_t inputs, const float* weigh
 // `packed` is what `quantised_pack` made with the same form; activations are rounded to 1 or 2 `x_bytes`; the rest as
 // above.
 void quantised_linear(const legato::bf16* x, int64_t rows, int64_t inputs, const uint8_t* packed, int64_t outputs,
-                      int64_t group, int64_t bits, int64_t lowest, bool wide_factors, bool has_minimums, int64_t x_bytes,
-                      const legato::bf16* bias, const legato::bf16* residual, legato::bf16* out);
+                      int64_t group, int64_t bits, int64_t lowest, bool wide_factors, bool has_minimums,
+                      int64_t x_bytes, const legato::bf16* bias, const legato::bf16* residual, legato::bf16* out);
 
 // A mixture of `x [rows, E]`, and of `residual`, if there is one; `out` may be `residual`.
 void experts_bf16(const legato::Experts* experts, const legato::bf16* x, int64_t rows, const legato::bf16* residual,
                   legato::bf16* out);
 void experts_f32(const legato::Experts* experts, const float* x, int64_t rows, const float* residual, float* out);
 
-// `softcap` is 0 where there is none, `sinks [num_heads]` may be null; `out [rows, num_heads, head_dim]`, contiguous. In
-// bfloat16 head_dim is even.
+// `softcap` is 0 where there is none, `sinks [num_heads]` may be null; `out [rows, num_heads, head_dim]`, contiguous.
+// In bfloat16 head_dim is even.
 void attention_bf16(const legato::Plan* plan, const legato::bf16* queries, int64_t row_stride, int64_t num_heads,
                     const legato::bf16* cache, int64_t group, float scale, float softcap, const float* sinks,
                     legato::bf16* out);

@@ -86,7 +86,7 @@ template <typename X>
 void gated_activation(Activation activation, const X* gate_up, int64_t rows, int64_t width, X* out) {
   switch (activation) {
     case Activation::kSilu:
-      return gate<silu>(gate_up, rows, width, out);
+      return gate<silu<X>>(gate_up, rows, width, out);
     case Activation::kGeluTanh:
       return gate<gelu_tanh>(gate_up, rows, width, out);
     case Activation::kSwigluoai:

@@ -4,8 +4,10 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "bf16.h"
+#include "exp.h"
 #include "sigmoid.h"
 
 namespace legato {
@@ -57,7 +59,19 @@ void rotate_head(const X* x, const X* cos, const X* signed_sin, int64_t head_dim
   rotate_half(x + half, x, cos + half, signed_sin + half, half, out + half);
 }
 
-inline __m512 silu(__m512 gate, __m512 up) { return _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid(gate)), up); }
+// Of gates of type X. In bfloat16 to 1.7e-4 where tiles multiply: an exponential and a division in full, of which
+// rounding leaves nothing, would take a tenth of the time that a prompt's products take.
+template <typename X>
+__m512 silu(__m512 gate, __m512 up) {
+#ifdef __AMX_BF16__
+  if constexpr (std::is_same_v<X, bf16>) {
+    const __m512 power = rough_exp2_of_finite(_mm512_mul_ps(gate, _mm512_set1_ps(-1.44269504f)));
+    const __m512 share = _mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), power));
+    return _mm512_mul_ps(_mm512_mul_ps(gate, share), up);
+  }
+#endif
+  return _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid(gate)), up);
+}
 
 // 0.5 (1 + tanh(u)) is sigmoid(2u), with u = sqrt(2 / pi) (x + 0.044715 x³) (arXiv:1606.08415).
 inline __m512 gelu_tanh(__m512 x, __m512 up) {

@@ -1,4 +1,4 @@
-// Exponentials of 16 numbers at a time; the same code for every lane, so that a lane's result never depends on the others.
+// Exponentials of 16 numbers at a time, by the same code for every lane: a result never depends on the other lanes.
 
 #pragma once
 

@@ -2,8 +2,8 @@
 //
 // Rows are put in the order of their experts, so that each expert's weights are read once for all of its rows, and the
 // experts' panels are shared among the threads as those of one projection. What an expert makes of a row depends on no
-// other row (linear.cpp, quantised.cpp), and a row's experts are summed by their rank: its result is the same to the bit
-// in any company. A process that holds some of the experts computes and sums these alone.
+// other row (linear.cpp, quantised.cpp), and a row's experts are summed by their rank: its result is the same to the
+// bit in any company. A process that holds some of the experts computes and sums these alone.
 
 #include <algorithm>
 #include <cstring>

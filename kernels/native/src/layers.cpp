@@ -156,7 +156,9 @@ class Pass {
   }
 
   // An expert's weights are read once for all rows.
-  void mix_all() const { mix(layer_.experts, static_cast<const X*>(step_.normed), step_.rows, static_cast<X*>(step_.x)); }
+  void mix_all() const {
+    mix(layer_.experts, static_cast<const X*>(step_.normed), step_.rows, static_cast<X*>(step_.x));
+  }
 
   // What experts leave of the layer.
   void finish_mixed(const Part& part, const W* following) const {
@@ -169,9 +171,12 @@ class Pass {
     X* projected = scratch_.projected + part.at * widths_.projected;
     X* activated = scratch_.activated + part.at * widths_.activated;
     finish_attention(part);
-    project(layer_.gate_up, row(step_.normed, part), part.rows, nullptr, projected, soon(legato::kGateUp));
-    adapt(part, legato::kGateUp, row(step_.normed, part), projected, layer_.gate_up.outputs);
-    activate(projected, part.rows, activated);
+    const X* normed = row(step_.normed, part);
+    if (step_.adapters || !legato::linear_gated(layer_.gate_up, shape_.activation, normed, part.rows, activated)) {
+      project(layer_.gate_up, normed, part.rows, nullptr, projected, soon(legato::kGateUp));
+      adapt(part, legato::kGateUp, normed, projected, layer_.gate_up.outputs);
+      activate(projected, part.rows, activated);
+    }
     add(part, layer_.down, legato::kDown, activated, layer_.mlp_output_norm, following);
   }
 
@@ -259,9 +264,9 @@ class Pass {
   Scratch<X> scratch_;
 };
 
-// Between two attentions no row needs another one. So with many rows each thread takes some of them all the way, through
-// all projections, and they wait for each other twice in a layer, not nine times: where others need the cores as well,
-// each wait costs what a thread was kept from its core. Of few rows, the threads share each projection.
+// Between two attentions no row needs another one. So with many rows each thread takes some of them all the way,
+// through all projections, and they wait for each other twice in a layer, not nine times: where others need the cores
+// as well, each wait costs what a thread was kept from its core. Of few rows, the threads share each projection.
 class Parts {
  public:
   // `number_bytes`: of an activation; `has_adapters`: whose weights every part would read, too.
@@ -291,21 +296,21 @@ class Parts {
   }
 
  private:
-  // Every part reads all weights of a layer, which may come from memory. Asked of all threads together, it gives no more
-  // of them in a second than one thread alone would ask for with so many rows.
+  // Every part reads all weights of a layer, which may come from memory. Asked of all threads together, it gives no
+  // more of them in a second than one thread alone would ask for with so many rows.
   static constexpr int64_t kRowsPerThread = 48;
   static constexpr int64_t kMultiple = 12;  // rows of a projection's tile, or of two
   static constexpr int64_t kRowsByTiles = 256;
 
-  // Smaller ones come last, and as many of each size as there are threads, so that all end together. What is left behind
-  // half of a share is no more than that: a thread's own places are as many as the first part has rows.
+  // Smaller ones come last, and as many of each size as there are threads, so that all end together. What is left
+  // behind half of a share is no more than that: a thread's own places are as many as the first part has rows.
   static int64_t falling(int64_t fair, int64_t largest) {
     const int64_t half = (fair - fair / 2 + kMultiple - 1) / kMultiple * kMultiple;
     return fair - half <= kMultiple ? fair : std::min(half, largest);
   }
 
-  // Tiles multiply so fast that memory has no weights in time for small parts: as few as leave a part's rows in a core's
-  // own cache, where the next product finds them.
+  // Tiles multiply so fast that memory has no weights in time for small parts: as few as leave a part's rows in a
+  // core's own cache, where the next product finds them.
   static int64_t of_tiles(int64_t fair) {
     const int64_t passes = (fair + kRowsByTiles - 1) / kRowsByTiles;
     return ((fair + passes - 1) / passes + legato::kTileRows - 1) / legato::kTileRows * legato::kTileRows;

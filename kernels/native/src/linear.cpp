@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "elementwise_rows.h"
 #include "panels.h"
 #include "tiles.h"
 
@@ -218,8 +219,8 @@ void compute_panels(const Linear<T>& job, int64_t first, int64_t count, int64_t 
   each();
 }
 
-// A job in parts of so many rows that a core's own cache keeps them while all panels meet them: none, if it has no rows.
-// Of a weight with few inputs or outputs, of which no panel takes long, parts are small, so that all threads have some.
+// A job in parts of so many rows that a core's own cache keeps them while all panels meet them: none, if it has no
+// rows. Of a weight with few inputs or outputs, of which no panel takes long, parts are small: all threads have some.
 template <typename T>
 void add_parts(const Linear<T>& job, std::vector<Linear<T>>& parts) {
   if (!fills_tiles<T>(job.inputs)) return parts.push_back(job);
@@ -260,6 +261,30 @@ void compute(const Linear<T>* first, int64_t count) {
     const int64_t piece = at - (ends[i] - pieces(jobs[i]));
     compute_panels(jobs[i], piece * together(jobs[i]), together(jobs[i]), stride);
   });
+}
+
+constexpr int64_t kGatedRows = 256;  // of whose gates a panel fits into the first cache
+alignas(64) thread_local bf16 kept_gates[kTileProducts ? kGatedRows * kPanel : 1];
+
+// A projection to gates and to what they let through, as many of either, and what becomes of both, by tiles.
+template <__m512 (*kGated)(__m512, __m512)>
+void compute_gated(const Projection& by, const bf16* x, int64_t rows, bf16* out) {
+#ifdef __AMX_BF16__
+  const int64_t inputs = by.inputs, width = by.outputs / 2, panels = width / kPanel;
+  const auto *weight = static_cast<const bf16*>(by.weight), *bias = static_cast<const bf16*>(by.bias);
+  const int64_t parts = (rows + kGatedRows - 1) / kGatedRows, threads = team_size();
+  const auto panel_at = [&](int64_t panel) { return weight + std::min(panel, 2 * panels - 1) * inputs * kPanel; };
+  share(parts * panels, panels_at_once(parts * panels, rows <= kTile), [&](int64_t at) {
+    const int64_t panel = at % panels, first = rows * (at / panels) / parts, stop = rows * (at / panels + 1) / parts;
+    const int64_t output = panel * kPanel;
+    const Shapes<true> shapes(rows_of_tile(stop - first));
+    const Outputs<bf16> to{nullptr, nullptr, out + first * width, width};
+    const TiledRows own{x + first * inputs, stop - first, inputs};
+    multiply_gated_tiles<kGated>(own, {panel_at(panel), panel_at(panels + panel)},
+                                 {bias ? bias + output : nullptr, bias ? bias + width + output : nullptr}, kept_gates,
+                                 to, output, reinterpret_cast<const char*>(panel_at(panel + threads)));
+  });
+#endif
 }
 
 template <typename T>
@@ -448,6 +473,17 @@ void linear(const Product& product, const Stretches& soon, bf16) { compute_one<b
 
 void linear(const Product& product, const Stretches& soon, float) { compute_one<float>(product, soon); }
 
+bool linear_gated(const Projection& by, Activation activation, const bf16* x, int64_t rows, bf16* out) {
+  const bool by_tiles = fills_tiles<bf16>(by.inputs) && !is_thin<bf16>(by.inputs);
+  if (!by_tiles || by.bits || by.outputs % (2 * kPanel)) return false;
+  switch (activation) {
+    case Activation::kSilu: compute_gated<silu<bf16>>(by, x, rows, out); break;
+    case Activation::kGeluTanh: compute_gated<gelu_tanh>(by, x, rows, out); break;
+    case Activation::kSwigluoai: compute_gated<swigluoai>(by, x, rows, out); break;
+  }
+  return true;
+}
+
 void products(const Product* products, int64_t count, bf16) { compute_products<bf16>(products, count); }
 
 void products(const Product* products, int64_t count, float) { compute_products<float>(products, count); }
@@ -491,7 +527,8 @@ void linear_f32(const float* x, int64_t rows, int64_t inputs, const float* weigh
   compute(&job, 1);
 }
 
-// `x [heads, rows, inputs]` by a weight of each head, which are packed one after the other; `out [heads, rows, outputs]`.
+// `x [heads, rows, inputs]` by a weight of each head, which are packed one after the other, to
+// `out [heads, rows, outputs]`.
 void heads_bf16(const bf16* x, int64_t heads, int64_t rows, int64_t inputs, const bf16* weights, int64_t outputs,
                 bf16* out) {
   compute_heads(x, heads, rows, inputs, weights, outputs, out);

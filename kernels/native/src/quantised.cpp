@@ -1,8 +1,8 @@
-// Projections of bfloat16 activations by weights of 4 or 8 bits whose result for a row does not depend on the other rows.
+// Projections of bfloat16 activations by weights of 4 or 8 bits. A row's result does not depend on the other rows.
 //
-// A weight is `scale * code + minimum`, the last two shared by a group of inputs. The activations of a group become whole
-// numbers, of 8 or 16 bits. So a group's products are integers, and their sum is exact in any order. Groups are added up
-// in float32 in rising order, whatever the number of rows and of threads.
+// A weight is `scale * code + minimum`, the last two shared by a group of inputs. The activations of a group become
+// whole numbers, of 8 or 16 bits. So a group's products are integers, and their sum is exact in any order. Groups are
+// added up in float32 in rising order, whatever the number of rows and of threads.
 //
 // The instruction multiplies unsigned bytes, the stored codes, and signed ones, the activations: what each code is too
 // high goes into a sum's first value. Activations of 16 bits are multiplied byte by byte. Many rows go by tiles, where
@@ -22,7 +22,8 @@ using namespace legato;
 using Layout = QuantisedLayout;
 using Job = QuantisedRows;
 
-constexpr int kTile = kRegisters == 32 ? 6 : 2;  // rows of a tile: sums of a group and of all groups in 24 registers, of 32
+// Rows of a tile: sums of a group and of all groups in 24 registers, of 32.
+constexpr int kTile = kRegisters == 32 ? 6 : 2;
 
 inline __m512i four_of(const int8_t* x) {
   int32_t four;
@@ -233,8 +234,8 @@ int64_t quantised_packed_bytes(int64_t inputs, int64_t outputs, int64_t group, i
   return layout.panels() * layout.groups() * layout.block_bytes();
 }
 
-// From `codes [outputs, inputs]`, `scales` and `minimums` (or null) `[outputs, groups]`; `packed` holds zeros. A group has
-// a multiple of 16 inputs, and at most 256: sums of products of 16 and 8 bits fit into 32.
+// From `codes [outputs, inputs]`, `scales` and `minimums` (or null) `[outputs, groups]`; `packed` holds zeros. A group
+// has a multiple of 16 inputs, and at most 256: sums of products of 16 and 8 bits fit into 32.
 void quantised_pack(const int8_t* codes, const float* scales, const float* minimums, int64_t inputs, int64_t outputs,
                     int64_t group, int64_t bits, int64_t lowest, bool wide_factors, uint8_t* packed) {
   const Layout layout{inputs, outputs, group, bits, lowest, wide_factors, minimums != nullptr};
@@ -249,9 +250,9 @@ void quantised_pack(const int8_t* codes, const float* scales, const float* minim
   }
 }
 
-void quantised_linear(const bf16* x, int64_t rows, int64_t inputs, const uint8_t* packed, int64_t outputs, int64_t group,
-                      int64_t bits, int64_t lowest, bool wide_factors, bool has_minimums, int64_t x_bytes,
-                      const bf16* bias, const bf16* residual, bf16* out) {
+void quantised_linear(const bf16* x, int64_t rows, int64_t inputs, const uint8_t* packed, int64_t outputs,
+                      int64_t group, int64_t bits, int64_t lowest, bool wide_factors, bool has_minimums,
+                      int64_t x_bytes, const bf16* bias, const bf16* residual, bf16* out) {
   const Layout layout{inputs, outputs, group, bits, lowest, wide_factors, has_minimums};
   const int64_t together = rows_together(rows, 1, group);
   const WholeActivations& whole = whole_activations(x, rows, layout.groups(), group, x_bytes, together, rows,

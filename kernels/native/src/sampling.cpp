@@ -1,11 +1,12 @@
-// Which tokens of a row of logits can win a draw, so that exact noise is needed of these alone; and what truncates a draw
-// needs: the likely tokens, the mass of all, and the random words of those that are left. And the best tokens of all rows.
+// Which tokens of a row of logits can win a draw, so that exact noise is needed of these alone; and what truncates a
+// draw needs: the likely tokens, the mass of all, and the random words of those that are left. And the best tokens of
+// all rows.
 //
 // Allowed: bit i % 16 of word i / 16 is set if token i is; null, if all are.
 //
-// A draw takes the token with the largest sum of logit and Gumbel noise, -log(-log(u)); see engine/sampling/philox.py. That is the
-// token with the least time E = -log(u) / exp(logit). Since -log(u) >= 1 - u, a token whose 1 - u is above exp(logit) times
-// somebody's E has lost: two logarithms less for all but a handful of a vocabulary.
+// A draw takes the token with the largest sum of logit and Gumbel noise, -log(-log(u)); see engine/sampling/philox.py.
+// That is the token with the least time E = -log(u) / exp(logit). Since -log(u) >= 1 - u, a token whose 1 - u is above
+// exp(logit) times somebody's E has lost: two logarithms less for all but a handful of a vocabulary.
 
 #include <algorithm>
 #include <cmath>
@@ -175,8 +176,8 @@ inline int64_t best_of(const Row& row, float* largest) {
 
 extern "C" {
 
-// Of each row of `logits [rows, tokens]`: the token of the largest that is `allowed[row]`, the first one among equals, -1 if
-// none is or all of them are impossible; and the largest of all its logits, NaN if one is.
+// Of each row of `logits [rows, tokens]`: the token of the largest that is `allowed[row]`, the first one among equals,
+// -1 if none is or all of them are impossible; and the largest of all its logits, NaN if one is.
 void sampling_best(const float* logits, int64_t rows, int64_t tokens, const uint16_t* const* allowed, int64_t* best,
                    float* largest) {
   legato::share_evenly(rows, rows > 1, [&](int64_t row) {
@@ -184,9 +185,9 @@ void sampling_best(const float* logits, int64_t rows, int64_t tokens, const uint
   });
 }
 
-// Writes the ids of all tokens that may have the largest score, rising, and of some that have not, with the words that are
-// drawn for them, and returns how many; -1 if they are more than `capacity`. `best` is the largest of the `logits [tokens]`
-// that are allowed. None is NaN.
+// Writes the ids of all tokens that may have the largest score, rising, and of some that have not, with the words that
+// are drawn for them, and returns how many; -1 if they are more than `capacity`. `best` is the largest of those of
+// `logits [tokens]` that are allowed. None is NaN.
 int64_t sampling_contenders(const float* logits, int64_t tokens, const uint16_t* allowed, float best, float temperature,
                             uint64_t seed, uint32_t position, int64_t capacity, int64_t* ids, uint32_t* words) {
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -220,7 +221,8 @@ void sampling_words(const int64_t* ids, int64_t count, uint64_t seed, uint32_t p
 // Writes the values of a row that are at least `least`, in their order, and returns how many; -1 if they are more than
 // `capacity`. There is room for 16 more than that. `mass` becomes the sum of e^value of the whole row, none of which is
 // above 0, to one part in a million.
-int64_t sampling_likely(const float* relative, int64_t tokens, float least, int64_t capacity, float* likely, double* mass) {
+int64_t sampling_likely(const float* relative, int64_t tokens, float least, int64_t capacity, float* likely,
+                        double* mass) {
   const Row row{relative, tokens, 0.0f, 1.0f, nullptr};
   __m512d low = _mm512_setzero_pd(), high = low;
   int64_t count = 0;

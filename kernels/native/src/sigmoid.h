@@ -11,7 +11,7 @@ namespace legato {
 inline __m512 accurate_exp(__m512 x) {
   x = _mm512_max_ps(_mm512_set1_ps(-110.0f), _mm512_min_ps(_mm512_set1_ps(90.0f), x));
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-  // ln(2) in two parts, of which the first times n is exact: x / ln(2) in one piece would lose the bits before its point.
+  // ln(2) in two parts, of which the first times n is exact: x / ln(2) in one piece would lose bits before its point.
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
   r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
   __m512 series = _mm512_set1_ps(1.381461275741458e-3f);

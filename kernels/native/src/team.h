@@ -1,4 +1,4 @@
-// How threads share a loop. Within a part of a step that a thread computes by itself (layers.cpp), all of a loop is its own.
+// How threads share a loop. All of it is a thread's own within a part of a step that it computes alone (layers.cpp).
 
 #pragma once
 

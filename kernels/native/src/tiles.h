@@ -2,7 +2,7 @@
 //
 // To each sum the instruction adds the products of 32 inputs, the even and the odd ones summed apart, whatever the
 // number of rows in the tile. So a row's result is the same to the bit in any company here, too, but another one than
-// that of instructions of 16 numbers (linear.cpp). The weight lies as it lies for these: a tile of it is half of 16 steps.
+// that of instructions of 16 numbers (linear.cpp). The weight lies as it does for these: a tile is half of 16 steps.
 
 #pragma once
 
@@ -32,7 +32,7 @@ inline int64_t rows_of_tile(int64_t rows) {
   return (rows + tiles - 1) / tiles;
 }
 
-// Bytes of rows that every panel of a weight meets before the next ones do: what a core's own cache holds beside others.
+// Bytes of rows that every panel of a weight meets before the next ones do: what a core's own cache has room for.
 constexpr int64_t kRowsAtOnce = 768 << 10;
 
 // The shapes of the thread's eight tiles, while this lives; none, if they are not `used`.
@@ -42,8 +42,8 @@ class Shapes {
   explicit Shapes(int64_t) {}
 };
 
-// A panel's outputs, 32 or 16, of all rows, while `Shapes` of `rows_of_tile` live. `ahead`: weights that memory is asked
-// for meanwhile, as many as the panel's, or null.
+// A panel's outputs, 32 or 16, of all rows, while `Shapes` of `rows_of_tile` live. `ahead`: weights that memory is
+// asked for meanwhile, as many as the panel's, or null.
 template <bool kWhole>
 void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16>& to, int64_t first_output,
                     const char* ahead);
@@ -77,9 +77,9 @@ struct Columns {
   int64_t bytes;  // from word to word
 };
 
-// Leaves the sums of a tile of rows, or two (`kTwo`), in tiles 0 and 1, and 2 and 3: of 16 columns each, 32 if `kWhole`.
-// `row_bytes`: from row to row. `ahead`: see above. The rows, of which each panel reads all once, are read past the first
-// cache, where the panel stays.
+// Leaves the sums of a tile of rows, or two (`kTwo`), in tiles 0 and 1, and 2 and 3: of 16 columns each, 32 if
+// `kWhole`. `row_bytes`: from row to row. `ahead`: see above. The rows, of which each panel reads all once, are read
+// past the first cache, where the panel stays.
 template <bool kTwo, bool kWhole>
 void sum_tiles(const bf16* first, const bf16* second, int64_t row_bytes, int64_t inputs, const Columns& columns,
                const char* ahead) {
@@ -128,9 +128,9 @@ inline void finish_panel(const Outputs<bf16>& to, int64_t row, int64_t output, _
   _mm512_storeu_si512(to.out + at, as_words(_mm512_cvtne2ps_pbh(right, left)));
 }
 
-template <bool kWhole>
-void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16>& to, int64_t first_output,
-                    const char* ahead) {
+// The sums of a panel's outputs, of each row: `finish_row(row, 16 of them, the other 16)`.
+template <bool kWhole, class Finish>
+void sum_panel(const TiledRows& rows, const bf16* panel, const char* ahead, const Finish& finish_row) {
   alignas(64) float sums[2][kTileRows * kHalf];
   const int64_t tiles = (rows.rows + kTileRows - 1) / kTileRows, size = rows_of_tile(rows.rows);
   const int64_t row_bytes = rows.inputs * 2;
@@ -140,8 +140,7 @@ void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16
   const auto finish_rows = [&](int64_t tile) {
     const int64_t first = first_row(tile);
     for (int64_t row = tile * size - first; row < size; ++row) {
-      const __m512 left = _mm512_load_ps(sums[0] + row * kHalf), right = _mm512_load_ps(sums[1] + row * kHalf);
-      kWhole ? finish_panel(to, first + row, first_output, left, right) : finish(to, first + row, first_output, left);
+      finish_row(first + row, _mm512_load_ps(sums[0] + row * kHalf), _mm512_load_ps(sums[1] + row * kHalf));
     }
   };
   for (int64_t tile = 0; tile < tiles; tile += 2) {
@@ -157,6 +156,33 @@ void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16
     if constexpr (kWhole) _tile_stored(3, sums[1], 64);
     finish_rows(tile + 1);
   }
+}
+
+template <bool kWhole>
+void multiply_tiles(const TiledRows& rows, const bf16* panel, const Outputs<bf16>& to, int64_t first_output,
+                    const char* ahead) {
+  sum_panel<kWhole>(rows, panel, ahead, [&](int64_t row, __m512 left, __m512 right) {
+    kWhole ? finish_panel(to, row, first_output, left, right) : finish(to, row, first_output, left);
+  });
+}
+
+// A panel of gates, into `gates [rows, kPanel]`, and one of what they let through, whose outputs `to` become both's.
+template <__m512 (*kGated)(__m512, __m512)>
+void multiply_gated_tiles(const TiledRows& rows, const bf16* const (&panels)[2], const bf16* const (&bias)[2],
+                          bf16* gates, const Outputs<bf16>& to, int64_t first_output, const char* ahead) {
+  const auto* up = reinterpret_cast<const char*>(panels[1]);
+  multiply_tiles<true>(rows, panels[0], {bias[0], nullptr, gates, kPanel}, 0, up);
+  sum_panel<true>(rows, panels[1], ahead, [&](int64_t row, __m512 left, __m512 right) {
+    constexpr __mmask16 all = 0xffff;
+    if (bias[1]) {
+      left = _mm512_add_ps(left, load(bias[1], all));
+      right = _mm512_add_ps(right, load(bias[1] + kHalf, all));
+    }
+    const bf16* own = gates + row * kPanel;
+    left = kGated(load(own, all), rounded(left));
+    right = kGated(load(own + kHalf, all), rounded(right));
+    _mm512_storeu_si512(to.out + to.at(row) + first_output, as_words(_mm512_cvtne2ps_pbh(right, left)));
+  });
 }
 
 #endif

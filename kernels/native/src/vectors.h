@@ -1,6 +1,6 @@
-// 16 numbers at a time, by the names of AVX-512's intrinsics. Where a processor has AVX-512 with bfloat16, they are those;
-// where it has AVX2, half as wide, each is two of that (vectors_avx2.h). And the few operations that are spelled in a way
-// of their own on either.
+// 16 numbers at a time, by the names of AVX-512's intrinsics. Where a processor has AVX-512 with bfloat16, they are
+// those; where it has AVX2, half as wide, each is two of that (vectors_avx2.h). And the few operations that are spelled
+// in a way of their own on either.
 
 #pragma once
 

@@ -352,8 +352,8 @@ LEGATO_ALWAYS Floats16 times_two_to(Floats16 a, Floats16 n) {
   return {times_two_to(a.low, n.low), times_two_to(a.high, n.high)};
 }
 
-// To each of 16 sums four products of a code, which is unsigned, and of a number: exact, where the instruction for bytes
-// would saturate.
+// To each of 16 sums four products of a code, which is unsigned, and of a number: exact, where the instruction for
+// bytes would saturate.
 LEGATO_ALWAYS __m256i add_products(__m256i sums, __m256i codes, __m256i x) {
   const __m256i even = _mm256_and_si256(codes, _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(codes, 8);
   const __m256i even_x = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd_x = _mm256_srai_epi16(x, 8);
