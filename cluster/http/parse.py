@@ -382,15 +382,17 @@ def _sampling(body: GenerationBody, asked: Asked) -> Mapping[str, Any]:
 
 
 def _bad_words(words: list[str], asked: Asked) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each word, as it begins a text and as it follows a space,
-    which often is a part of the first token."""
+    """The tokens of each word as it begins a text, as it follows a space, which may be a part of its first token, and
+    as it was sent. They may be fewer or more each time. A spelling that ends with another one is banned by that."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
-        plain = asked.model.tokenizer.encode(word.lstrip(), False)
-        spaced = asked.model.tokenizer.encode(" " + word.lstrip(), False)
-        found[tuple(plain)] = None
-        if spaced[0] != plain[0] and len(spaced) == len(plain):
-            found[tuple(spaced)] = None
+        bare = word.lstrip()
+        forms: list[tuple[int, ...]] = []
+        for spelt in dict.fromkeys((bare, " " + bare, word)):
+            tokens = tuple(asked.model.tokenizer.encode(spelt, False))
+            if not any(tokens[-len(form) :] == form for form in forms):
+                forms.append(tokens)
+        found |= dict.fromkeys(forms)
     return tuple(found)
 
 

@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -187,6 +187,11 @@ def _install(model: BuiltinModel, folder: Path, progress: Callable[[str], None])
 
 
 def _require_checkpoint(folder: Path, with_weights: bool) -> Path:
+    if not has_weights(folder) and (found := sorted(folder.glob("*.gguf"))):
+        raise ValueError(
+            f"{folder} has {_count_gguf(found)} and no *.safetensors file: write the path of one that is to be the"
+            f" model, such as {found[0].absolute()}"
+        )
     _require_config(folder)
     if with_weights and not has_weights(folder):
         raise ValueError(f"{folder} has no *.safetensors file; weights of other kinds can carry code and are not read")
@@ -198,6 +203,28 @@ def _require_checkpoint(folder: Path, with_weights: bool) -> Path:
 def _require_config(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no Hugging Face checkpoint: config.json is missing")
+
+
+def _count_gguf(files: Sequence[object]) -> str:
+    return "one GGUF file" if len(files) == 1 else f"{len(files)} GGUF files"
+
+
+def _require_no_gguf(name: str, revision: str) -> None:
+    """Check that a hub model, which lacks config.json or weights, has no GGUF files, as far as the hub says. Raises
+    ValueError."""
+    import httpx2
+    from huggingface_hub import HfApi
+
+    found: list[str] = []
+    with contextlib.suppress(OSError, httpx2.HTTPError):
+        files = HfApi().model_info(name, revision=revision).siblings or ()
+        found = sorted(file.rfilename for file in files if file.rfilename.endswith(".gguf"))
+    if found:
+        raise ValueError(
+            f"{name} has {_count_gguf(found)} and no *.safetensors checkpoint, and of the hub only those are fetched:"
+            f" fetch the file that is to be the model, such as by `hf download {name} {found[0]}`, which prints its"
+            " path, and write that"
+        )
 
 
 def _fetch_from_hub(
@@ -225,12 +252,17 @@ def _fetch_from_hub(
     failed = "is no local folder and could not be fetched from the Hugging Face hub"
     try:
         folder = Path(fetch(revision=revision, allow_patterns=_SMALL_HUB_FILES))
+        if not (folder / "config.json").is_file():
+            _require_no_gguf(name, folder.name)
         if not with_weights:
             return folder
         if not has_weights(folder):  # else they were begun, by who had looked
             _require_servable(folder, backend)
         failed = f"is in {folder}, but its weights have not been fetched, nor could they be from the Hugging Face hub"
-        return Path(fetch(revision=folder.name, allow_patterns=all_files))
+        folder = Path(fetch(revision=folder.name, allow_patterns=all_files))
+        if not has_weights(folder):
+            _require_no_gguf(name, folder.name)
+        return folder
     except (OSError, httpx2.HTTPError) as error:
         raise ModelUnavailableError(
             f"{ref!r} {failed}. Check the name, the network, and for a gated model that HF_TOKEN is set; "

@@ -457,6 +457,17 @@ def test_words_and_tokens_that_are_banned(target: Target, generator: ScriptedGen
     assert [word[1:] for word in params.bad_words[1:]] in ([], [tuple(several[1:])])
 
 
+@pytest.mark.parametrize("word", ["Danube", " Danube", "\nDanube"])
+def test_a_word_is_banned_in_all_of_its_spellings(target: Target, generator: ScriptedGenerator, word: str) -> None:
+    """However many tokens it has behind a space, and as it was sent."""
+    plain, spaced, sent = (tuple(target.tokenize(spelt)) for spelt in ("Danube", " Danube", word))
+    assert (len(plain), len(spaced)) == (2, 1)
+    target.complete(max_tokens=1, extra_body={"bad_words": [word, "Danube", "7"]})
+    *banned, seven = generator.requests.pop().params.bad_words
+    assert banned == [plain, spaced] and any(sent[-len(form) :] == form for form in banned)
+    assert seven == tuple(target.tokenize("7"))  # behind a space it is the same token: nothing more is needed
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [

@@ -251,6 +251,23 @@ def test_what_is_hostile_is_refused(llg: LLTokenizer, wanted: OutputConstraint) 
         compiled(wanted, llg)
 
 
+@pytest.mark.parametrize(
+    ("regex", "said"),
+    [
+        ("a/b(c", "unclosed group, at '(c' of the regular expression 'a/b(c'."),
+        ("[a-/", "invalid character class range, the start must be <= the end, at 'a-/' of the regular expression"),
+        ("(?=a)b", "look-around, including look-ahead and look-behind, is not supported, at '(?=a)b' of"),
+        (r"\bfoo", r"lookarounds not supported yet; WordUnicode, of the regular expression '\\bfoo'."),
+        ("x" * 5_000 + "(", "unclosed group, at '(' of the regular expression 'xxxxx"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_the_fault_of_a_regex_is_told_by_its_own_text(llg: LLTokenizer, regex: str, said: str) -> None:
+    with pytest.raises(UnsupportedGrammarError) as raised:
+        compiled(OutputConstraint("regex", regex, "structured_outputs"), llg)
+    assert str(raised.value).startswith(said) and "start:" not in str(raised.value)
+
+
 AMBIGUOUS = 'start: x\nx: "a" | x x | x x x'
 OF_A_CLIENT: dict[str, Any] = {"type": "grammar", "grammar": AMBIGUOUS}
 REPEATED: dict[str, Any] = {"type": "const_string", "value": "a"}
@@ -463,6 +480,36 @@ def test_workers_get_the_grammar_and_nothing_else(target: Target, shared_generat
     target.chat(response_format={"type": "text"}, max_tokens=2)
     target.chat(extra_body={"structured_outputs": None}, max_tokens=2)
     assert [request.params.grammar for request in shared_generator.requests] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "wish", [{"json": {"type": "object"}}, {"json_object": True}], ids=lambda wish: next(iter(wish))
+)
+def test_json_has_no_white_space_where_vllm_is_asked_for_none(
+    target: Target, shared_generator: ScriptedGenerator, llg: LLTokenizer, wish: dict[str, Any]
+) -> None:
+    options = {"disable_any_whitespace": True, "disable_fallback": True, "disable_additional_properties": False}
+    target.chat(extra_body={"structured_outputs": {**wish, **options, "whitespace_pattern": None}}, max_tokens=9)
+    grammar = shared_generator.requests.pop().params.grammar
+    assert grammar is not None and takes_text(grammar, llg, '{"a":[1,{}],"b":2}')
+    for spaced in ('{ "a":1}', '{"a": 1}', '{"a" :1}', '{"a":1, "b":2}', '{"a":1\n}', '{"a":[1, 2]}'):
+        assert not takes_text(grammar, llg, spaced)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"whitespace_pattern": "[ \n]*"}, "JSON is written without white space here; leave 'whitespace_pattern' out"),
+        ({"disable_additional_properties": True}, "write 'additionalProperties': false into the schema's objects"),
+        ({"disable_any_whitespace": "yes"}, "'disable_any_whitespace' must be true or false"),
+        ({"backend": "outlines"}, "'backend' is not known here"),
+    ],
+    ids=str,
+)
+def test_what_vllm_does_with_json_and_is_not_done_here(target: Target, option: dict[str, Any], said: str) -> None:
+    fields = {"model": target.model, "prompt": "x", "structured_outputs": {"json_object": True, **option}}
+    answer = target.http.post("/v1/completions", json=fields)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,33 @@ def test_local_folder_must_hold_a_checkpoint(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
+@pytest.mark.parametrize("has_config", [False, True], ids=["alone", "config"])
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_of_several_gguf_files_one_must_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_config: bool, with_weights: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (folder := tmp_path / "files").mkdir()
+    names = ("b-q8.gguf", "a-q4.gguf")
+    for name in names[has_config:]:
+        (folder / name).write_bytes(b"GGUF")
+    if has_config:
+        (folder / "config.json").write_bytes(SERVED)
+    count = "one GGUF file" if has_config else "2 GGUF files"
+    with pytest.raises(ValueError, match=f"^files has {count} and no ") as raised:
+        resolve_model("files", with_weights=with_weights)
+    assert str(raised.value).endswith(f"such as {folder / 'a-q4.gguf'}")
+
+
+@pytest.mark.parametrize("has_config", [False, True], ids=["alone", "config"])
+def test_the_gguf_files_of_a_hub_model_are_counted(tmp_path: Path, has_config: bool) -> None:
+    files = {"a-q4.gguf": b"GGUF", "b-q8.gguf": b"GGUF", "README.md": b"", "tokenizer.json": b"{}"}
+    with serve_repository("owner/name", files | ({"config.json": SERVED} if has_config else {})) as endpoint:
+        told = hub_call(endpoint, tmp_path, "engine.checkpoint.store", "owner/name").stderr
+    (error,) = [line for line in told.splitlines() if line.startswith("error: ")]
+    assert "owner/name has 2 GGUF files" in error and "`hf download owner/name a-q4.gguf`" in error
+
+
 SERVED: Final = b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}'
 MAMBA: Final = b'{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}'
 IN_NF4: Final = (

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +52,15 @@ MAX_WAITING: Final = 512
 MAX_SLOW: Final = 128
 QUICK_S: Final = 2.0
 _MAX_REASON_CHARS: Final = 300
+_MAX_QUOTED_CHARS: Final = 60
+# The library's words for a faulty regular expression: its line, one that marks the place, the fault; or that alone.
+_FAULT_AT: Final = re.compile(r"\(in regex\): regex parse error:\n    (.*)\n    ( *)\^.*\nerror: (.*)")
+_FAULT: Final = re.compile(r"\(in regex\): (?!regex parse error)(.*?)(?: in regex /|\n|$)")
+
+_WISHES: Final = {"json", "regex", "choice", "grammar", "structural_tag", "json_object"}  # of vLLM's structured_outputs
+_CLOSED: Final = "disable_additional_properties"
+_WHITESPACE: Final = "whitespace_pattern"
+_SWITCHES: Final = {"disable_any_whitespace", "disable_fallback", _CLOSED}
 
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag", "calls"]
 
@@ -111,12 +121,31 @@ def parse_structured_outputs(value: object) -> OutputConstraint | None:
         return value
     if not isinstance(value, Mapping):
         raise field_error("invalid_type", "send an object such as {'regex': '[0-9]+'}")
-    _refuse_unknown_keys(value, {"json", "regex", "choice", "grammar", "structural_tag", "json_object"})
-    given = [(kind, wish) for kind, wish in value.items() if wish is not None and wish is not False]
+    _refuse_unknown_keys(value, _WISHES | _SWITCHES | {_WHITESPACE})
+    _refuse_other_json(value)
+    given = [
+        (kind, value[kind])
+        for kind in value
+        if kind in _WISHES and value[kind] is not None and value[kind] is not False
+    ]
     if len(given) != 1:
         raise field_error("invalid_value", f"{len(given)} constraints were sent; send exactly one")
     kind, wish = given[0]
     return OutputConstraint(*_constraint(kind, wish), "structured_outputs")
+
+
+def _refuse_other_json(value: Mapping[Any, Any]) -> None:
+    """Check what vLLM's clients say of how JSON is written: here it has no white space, and there is no fallback."""
+    for name in _SWITCHES:
+        if not isinstance(value.get(name), bool | None):
+            raise field_error("invalid_type", f"{name!r} must be true or false")
+    if value.get(_CLOSED):
+        raise field_error(
+            "unsupported_value",
+            f"{_CLOSED!r} is not supported; write 'additionalProperties': false into the schema's objects instead",
+        )
+    if value.get(_WHITESPACE) is not None:
+        raise field_error("unsupported_value", f"JSON is written without white space here; leave {_WHITESPACE!r} out")
 
 
 def _constraint(kind: str, wish: object) -> tuple[Kind, str]:
@@ -264,15 +293,17 @@ def compiled(wanted: OutputConstraint, tokenizer: LLTokenizer) -> str:
     try:
         if wanted.kind == "structural_tag":
             return _checked_grammar(structural_tags.written(wanted.text, tokenizer), tokenizer)
-        return _checked_grammar(_WRITERS[wanted.kind](wanted.text), tokenizer)
+        regex = wanted.text if wanted.kind == "regex" else None
+        return _checked_grammar(_WRITERS[wanted.kind](wanted.text), tokenizer, regex)
     except UnsupportedGrammarError:
         raise
     except (ValueError, RecursionError) as error:
         raise UnsupportedGrammarError(_as_sentence(str(error))) from error
 
 
-def _checked_grammar(grammar: str, tokenizer: LLTokenizer) -> str:
-    """The grammar, if it compiles and gives its first masks. Raises UnsupportedGrammarError."""
+def _checked_grammar(grammar: str, tokenizer: LLTokenizer, regex: str | None = None) -> str:
+    """The grammar, if it compiles and gives its first masks. `regex`: what the client sent, if it was only that. Raises
+    UnsupportedGrammarError."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise UnsupportedGrammarError(
             f"As a grammar it has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are possible."
@@ -281,7 +312,8 @@ def _checked_grammar(grammar: str, tokenizer: LLTokenizer) -> str:
     for _ in range(_NUM_TRIED):
         allowed = _first_allowed(matcher, tokenizer.vocab_size)
         if allowed is None:
-            raise UnsupportedGrammarError(_as_sentence(matcher.get_error() or "no token may come next"))
+            reason = matcher.get_error() or "no token may come next"
+            raise UnsupportedGrammarError(_as_sentence(reason if regex is None else _fault_of(regex, reason)))
         if allowed in tokenizer.eos_tokens:
             break
         matcher.consume_token(allowed)
@@ -298,6 +330,17 @@ def _first_allowed(matcher: LLMatcher, vocab_size: int) -> int | None:
         return None
     word = int(bits[words[0]])
     return int(words[0]) * 32 + (word & -word).bit_length() - 1
+
+
+def _fault_of(regex: str, reason: str) -> str:
+    """What the library says of a regular expression, about the client's own text in place of the grammar around it."""
+    if (found := _FAULT_AT.search(reason)) is not None:
+        pattern, before, fault = found.groups()
+        at = pattern[len(before) :][:_MAX_QUOTED_CHARS].replace("\\/", "/")
+        return f"{fault}, at {at!r} of the regular expression {regex[:_MAX_QUOTED_CHARS]!r}"
+    if (found := _FAULT.search(reason)) is not None:
+        return f"{found[1]}, of the regular expression {regex[:_MAX_QUOTED_CHARS]!r}"
+    return reason
 
 
 def _as_sentence(reason: str) -> str:
