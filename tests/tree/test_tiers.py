@@ -28,6 +28,7 @@ SLOW_FIXTURES = {"llama", "llama_folder", "smollm2_folder", "gemma3_folder"}
 EXCEPTIONS = {
     ("tests/engine/parallel/test_rank_watch.py", "multiprocessing"): "a pipe within one process",
     ("tests/cluster/deployment/test_ray_access.py", "subprocess"): "a shell script of milliseconds",
+    ("tests/cluster/deployment/test_local_nodes.py", "subprocess"): "bare interpreters that end each other",
     ("tests/cluster/deployment/test_cluster_files.py", "subprocess"): "a shell's echo, and what `make` would do",
 }
 
