@@ -14,8 +14,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -70,7 +70,6 @@ AVX2 = Instructions("AVX2", ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movb
 """Half as wide, and a product of pairs of bfloat16 is several instructions (`src/vectors_avx2.h`)."""
 _AT_MOST = {"avx512": (AVX512, AVX2), "avx2": (AVX2,)} | dict.fromkeys(("", "1", "amx"), (AMX, AVX512, AVX2))
 """By the switch's word, best first."""
-
 
 _compiling_s = 0.0  # in this process
 

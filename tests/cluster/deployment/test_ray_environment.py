@@ -30,11 +30,13 @@ def test_a_port_that_is_listened_on_is_not_free(monkeypatch: pytest.MonkeyPatch)
             free_ports(2)
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, "120"), ({"RAY_raylet_start_wait_time_s": "7"}, "7")])
-def test_rays_node_has_time_to_come_up(tmp_path: Path, given: dict[str, str], expected: str) -> None:
+@pytest.mark.parametrize(("given", "expected"), [(None, "120"), ("7", "7")])
+def test_rays_node_has_time_to_come_up(tmp_path: Path, given: str | None, expected: str) -> None:
     """Ray's own 30 s are too few on a machine that is busy; a user's word goes before Legato's."""
+    name = "RAY_raylet_start_wait_time_s"
     with patch.dict(os.environ, RAY_AUTH_TOKEN_PATH=str(tmp_path / "token")):
-        os.environ.pop("RAY_raylet_start_wait_time_s", None)
-        os.environ.update(given)
+        os.environ.pop(name, None)
+        if given is not None:
+            os.environ[name] = given
         tune_environment()
-        assert os.environ["RAY_raylet_start_wait_time_s"] == expected
+        assert os.environ[name] == expected
