@@ -57,6 +57,23 @@ class StartError(RuntimeError):
     """Legato could not be started; says why and where to look."""
 
 
+@contextlib.contextmanager
+def told_in_words(what: str, advice: str) -> Iterator[None]:
+    """Raises StartError in the place of whatever Ray or Serve raises in the block: both also raise bare `Exception`.
+    `what` failed, as a sentence begins; `advice`: one of its own."""
+    try:
+        yield
+    except Exception as error:
+        raise StartError(f"{what}: {why_it_failed([str(error) or type(error).__name__])}\n{advice}") from error
+
+
+RAY_ADVICE = (
+    "A machine that is far too busy may need a second try, or more time: RAY_raylet_start_wait_time_s=600. Else look"
+    " into Ray's logs, under /tmp/ray/session_latest/logs."
+)
+SERVE_ADVICE = "Try again; if it stays, look into Serve's logs, under /tmp/ray/session_latest/logs/serve."
+
+
 def read_document(path: str) -> dict[str, Any]:
     """Read and check a Serve config file with one application, Legato. Raises ConfigError, also for what only Serve
     itself heeds."""
@@ -193,7 +210,8 @@ def heed_signals(interrupted: Interruption) -> None:
 
 
 def start_ray(**options: Any) -> None:
-    """Start a local Ray that is small enough for a laptop, joins no other and listens on this machine only."""
+    """Start a local Ray that is small enough for a laptop, joins no other and listens on this machine only. Raises
+    StartError."""
     import ray
 
     defaults = {
@@ -203,7 +221,8 @@ def start_ray(**options: Any) -> None:
         "log_to_driver": False,
         "logging_level": "warning",
     }
-    ray.init(**{**defaults, **options})
+    with told_in_words("Ray did not start", RAY_ADVICE):
+        ray.init(**{**defaults, **options})
 
 
 def start_serve(
@@ -211,8 +230,8 @@ def start_serve(
     controller_options: dict[str, Any] | None = None,
     logging_config: dict[str, Any] | None = None,
 ) -> None:
-    """Start Serve. Returns once its controller, which takes applications, is there. Raises what Serve raises until
-    then.
+    """Start Serve. Returns once its controller, which takes applications, is there. Raises StartError where Serve
+    raises until then.
 
     Serve's proxies take seconds more, in which workers can start; Serve replaces a proxy that is not ready in time.
     Only the head has one: all nodes are of this machine, where those of the others could not listen on its port, and
@@ -232,11 +251,12 @@ def start_serve(
         logging_config=logging_config,
     )
     with_thread.shutdown(wait=False)
-    while not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):
-        if wait([proxies], 0.05).done:
-            break
-    if proxies.done():
-        proxies.result()
+    with told_in_words("Serve did not start", SERVE_ADVICE):
+        while not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):
+            if wait([proxies], 0.05).done:
+                break
+        if proxies.done():
+            proxies.result()
 
 
 def _where_the_dashboard_is() -> str:
@@ -258,12 +278,13 @@ def stop_application(application: dict[str, Any]) -> None:
     """End the application, then Ray, whatever state they are in. Workers have time to finish what they do."""
     import ray
     from ray import serve
+    from ray.serve.exceptions import RayServeException
 
     try:
         # `serve.shutdown` lets Ray tell of a task that failed "and will be retried": the last one of the controller.
         if ray.is_initialized() and serve.status().applications:
             serve.delete(_name(application))
-    except (TimeoutError, ray.exceptions.RayError) as error:
+    except (TimeoutError, ray.exceptions.RayError, RayServeException) as error:
         print(f"It did not end in order: {error}", flush=True)
     finally:
         ray.shutdown()
@@ -276,8 +297,9 @@ def _name(application: dict[str, Any]) -> str:
 def run_application(
     application: dict[str, Any], config: LegatoConfig, logging_config: dict[str, Any] | None = None
 ) -> None:
-    """Deploy the application and return at once; `wait_until_ready` tells when it serves. `logging_config`: that of its
-    replicas, unless the application has its own."""
+    """Deploy the application, without waiting for it; `wait_until_ready` tells when it serves. `logging_config`: that
+    of its replicas, unless the application has its own. Raises StartError."""
+    import ray
     from ray import serve
 
     from cluster.app import build_application
@@ -288,8 +310,16 @@ def run_application(
         route_prefix=application.get("route_prefix", "/"),
         logging_config=application.get("logging_config", logging_config),
     )
-    # Serve's own waiting has no deadline and hears no Ctrl-C.
-    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    with told_in_words("Serve did not take Legato's application", SERVE_ADVICE):
+        try:
+            # Serve's own waiting for an application has no deadline and hears no Ctrl-C.
+            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        except ray.exceptions.RayError:  # of which some are a TimeoutError, too
+            raise
+        except TimeoutError:
+            # It has the application, and has waited a fixed minute for its proxies, which start on: `wait_until_ready`
+            # has more patience, and asks them.
+            print("  Serve's proxies take more than a minute; waiting on ...", flush=True)
 
 
 class StartStates:
@@ -322,10 +352,12 @@ class StartStates:
         return self._num_ready >= self._num_workers
 
     def refresh(self) -> None:
-        """Ask Serve and the gateway, and print what is new. Raises StartError if Serve has given the application up."""
+        """Ask Serve and the gateway, and print what is new. Raises StartError if Serve has given the application up, or
+        does not say."""
         from ray import serve
 
-        found = serve.status().applications.get(self._application)
+        with told_in_words("Serve does not say how Legato is", SERVE_ADVICE):
+            found = serve.status().applications.get(self._application)
         if found is None:
             return
         for name, deployment in found.deployments.items():

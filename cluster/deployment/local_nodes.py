@@ -43,6 +43,7 @@ from cluster.deployment.local_cluster import (
     show_first_answer,
     start_serve,
     stopping,
+    told_in_words,
     url_of,
     wait_until_ready,
 )
@@ -127,7 +128,10 @@ class LocalNodes:
         for plan in others:
             self._start(plan)
         if not interrupted.is_set():
-            ray.init(address=self.address, _node_ip_address=head.address, log_to_driver=False, logging_level="warning")
+            with told_in_words("The nodes' Ray cannot be joined", f"Look into {self._folder}, or try again."):
+                ray.init(
+                    address=self.address, _node_ip_address=head.address, log_to_driver=False, logging_level="warning"
+                )
         self._wait(lambda: len(live_nodes()) == len(self.plans), f"{len(self.plans)} nodes", interrupted)
 
     def names(self) -> dict[str, str]:

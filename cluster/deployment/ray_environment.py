@@ -69,6 +69,8 @@ def tune_environment() -> None:
     """Set the variables that the user has not set, for a Ray on this machine alone. Call it before Ray is imported."""
     keep_ray_on_loopback()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # How long the node may take to come up. Ray's own 30 s are too few on a machine that is busy with other things.
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     # Of the boards on its Metrics page Ray lets one be another: that of Ray Data, which nobody uses here.
     os.environ.setdefault("RAY_GRAFANA_DATA_DASHBOARD_UID", "legato")  # cluster/metrics/grafana/legato.json
     for name, value in (RAY_ENVIRONMENT | SERVE_ENVIRONMENT).items():

@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,8 @@ AVX2 = Instructions("AVX2", ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movb
 _AT_MOST = {"avx512": (AVX512, AVX2), "avx2": (AVX2,)} | dict.fromkeys(("", "1", "amx"), (AMX, AVX512, AVX2))
 """By the switch's word, best first."""
 
+_compiling_s = 0.0  # in this process
+
 
 class NativeUnavailableError(Exception):
     """A sentence: why this machine runs without the C++ kernels."""
@@ -93,18 +96,28 @@ def native_library() -> ctypes.CDLL | None:
 
 def _library() -> Path:
     """The compiled file. Raises NativeUnavailableError, OSError."""
+    global _compiling_s
     instructions = processor_instructions()
     compiler = find_compiler()
     target = private_folder(default_cache_dir() / "native") / f"legato-{_digest(compiler, instructions)}.so"
     if is_private(target):
         return target
+    began = time.monotonic()
     try:
         with FileLock(target.with_suffix(".lock"), timeout=_COMPILE_DEADLINE_S):
             if not is_private(target):  # another process may have been faster
                 compile_library(compiler, instructions, target)
     except Timeout as error:
         raise NativeUnavailableError(f"another process has been compiling {target} for too long") from error
+    finally:
+        _compiling_s += time.monotonic() - began
     return target
+
+
+def compiling_s() -> float:
+    """How long this process has compiled, or has waited for another one that did. The next process finds what was
+    compiled, and does not take that long."""
+    return _compiling_s
 
 
 def activation_number(activation: Activation) -> int:

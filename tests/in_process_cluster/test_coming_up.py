@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +105,24 @@ async def test_so_is_that_of_the_model_that_drafts(llama: SmallModel, tmp_path: 
     async with replica_cluster(llama, num_prefill=0, num_decode=1, decode_engine=engine) as cluster:
         await cluster.add_replica("decode", {"decode": begun})
         assert found == [True]
+
+
+async def test_what_is_compiled_once_on_a_machine_is_no_part_of_loading(
+    llama: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker that comes in its place does not do it again: clients were told to come back in six minutes."""
+    clock = compiled = 100.0
+
+    def compile_kernels(model: LoadedModel) -> None:
+        nonlocal clock, compiled
+        clock, compiled = clock + 300.0 + 7.0, compiled + 300.0
+
+    monkeypatch.setattr(replica, "time", SimpleNamespace(monotonic=lambda: clock))
+    monkeypatch.setattr(replica, "compiling_s", lambda: compiled)
+    monkeypatch.setattr(replica, "compile_kernels", compile_kernels)
+    async with replica_cluster(llama, num_prefill=0, num_decode=1) as cluster:
+        (worker,) = cluster.workers
+        assert worker.info.load_s == 7.0
 
 
 async def test_a_model_whose_kernels_do_not_compile_is_closed(

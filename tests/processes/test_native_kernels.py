@@ -9,6 +9,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final
 
 import pytest
@@ -77,6 +78,32 @@ def test_another_compiler_of_the_same_name_compiles_anew(tmp_path: Path) -> None
         write_compiler(compiler, f'__VERSION__ "{version}"')
         names.add(compiling._digest(str(compiler), compiling.AVX2))
     assert len(names) == 2
+
+
+def test_how_long_it_was_compiled_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that failed; it takes no time where the file is there."""
+    clock = [0.0]
+    has_room = False
+
+    def compile_library(compiler: str, instructions: compiling.Instructions, target: Path) -> None:
+        clock[0] += 300.0
+        if not has_room:
+            raise compiling.NativeUnavailableError("no room")
+        target.touch(0o700)
+
+    monkeypatch.setenv("LEGATO_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiling, "find_compiler", lambda: "g++")
+    monkeypatch.setattr(compiling, "processor_instructions", lambda: compiling.AVX2)
+    monkeypatch.setattr(compiling, "compile_library", compile_library)
+    monkeypatch.setattr(compiling, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(compiling, "_compiling_s", 0.0)
+    with pytest.raises(compiling.NativeUnavailableError, match="no room"):
+        compiling._library()
+    assert compiling.compiling_s() == 300.0
+    has_room = True
+    for _ in range(2):
+        compiling._library()
+        assert compiling.compiling_s() == 600.0
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,14 +15,18 @@ import pytest
 import ray
 import yaml
 from ray import serve
+from ray.serve._private.client import ServeControllerClient
 
 from cluster.__main__ import main
-from cluster.config.load import IMPORT_PATH, ConfigError, http_options
+from cluster.config.load import IMPORT_PATH, ConfigError, http_options, load_config
 from cluster.deployment import local_cluster
 from cluster.deployment.local_cluster import (
     Interruption,
+    StartError,
     read_document,
+    run_application,
     show_first_answer,
+    start_ray,
     start_serve,
     stopping,
     url_of,
@@ -32,8 +37,8 @@ from tests.support.threaded_server import QuietHandler, threaded_server
 CONFIGS = Path(__file__).parents[3] / "ray_configs"
 
 
-class Started(Exception):
-    """In place of a Ray."""
+class Started(BaseException):
+    """In place of a Ray. None of Ray's errors, of which there are sentences for people."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -67,6 +72,59 @@ def test_the_head_alone_has_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Started) as started:
         start_serve({"host": "127.0.0.1", "port": 8000})
     assert started.value.options["proxy_location"] == "HeadOnly"
+
+
+@pytest.mark.parametrize("error", [Exception, ray.exceptions.GetTimeoutError])
+@pytest.mark.parametrize(
+    ("begin", "what", "advice"),
+    [
+        (start_ray, "Ray did not start", "RAY_raylet_start_wait_time_s"),
+        (lambda: start_serve({"host": "127.0.0.1", "port": 8000}), "Serve did not start", "Try again"),
+        (lambda: run_application({}, load_config({})), "Serve did not take", "Try again"),
+    ],
+    ids=["Ray", "Serve", "the application"],
+)
+def test_what_ray_raises_at_the_start_is_told_in_words(
+    monkeypatch: pytest.MonkeyPatch, begin: Callable[[], None], what: str, advice: str, error: type[Exception]
+) -> None:
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise error("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", fail)
+    monkeypatch.setattr(serve, "start", fail)
+    monkeypatch.setattr(serve, "run_many", fail)
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: [])
+    with pytest.raises(StartError, match=rf"^{what}.*: The current node timed out[^\n]*\n.*{advice}"):
+        begin()
+
+
+def test_proxies_that_take_longer_than_serve_waits_for_them_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Serve has the application by then, and its own client gives up: here, before it has waited at all."""
+    taken: list[str] = []
+
+    class Method:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def remote(self, *_: object, **__: object) -> str:
+            taken.append(self._name)
+            return self._name
+
+    class Actor:
+        def __getattr__(self, name: str) -> Method:
+            return Method(name)
+
+    answers = {"get_proxies": {"node": Actor()}, "deploy_applications": None}
+    monkeypatch.setattr(ray, "get", lambda refs, **_: answers[refs])
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: ([], refs))
+    controller = ServeControllerClient.__new__(ServeControllerClient)
+    vars(controller).update(_controller=Actor(), _shutdown=False, get_handle=lambda *_, **__: None)
+    monkeypatch.setattr(serve, "run_many", lambda targets, **options: controller.deploy_applications([], **options))
+    run_application({}, load_config({}))
+    assert taken == ["deploy_applications", "get_proxies", "serving"]
+    assert "waiting on" in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
