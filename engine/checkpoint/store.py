@@ -187,7 +187,10 @@ def _install(model: BuiltinModel, folder: Path, progress: Callable[[str], None])
 
 
 def _require_checkpoint(folder: Path, with_weights: bool) -> Path:
-    if not has_weights(folder) and (found := sorted(folder.glob("*.gguf"))):
+    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    # Who needs no weights may find files here that are another's: of a hub model, one that somebody fetched alone.
+    is_enough = not with_weights and has_tokenizer and (folder / "config.json").is_file()
+    if not (is_enough or has_weights(folder)) and (found := sorted(folder.glob("*.gguf"))):
         raise ValueError(
             f"{folder} has {_count_gguf(found)} and no *.safetensors file: write the path of one that is to be the"
             f" model, such as {found[0].absolute()}"
@@ -195,7 +198,7 @@ def _require_checkpoint(folder: Path, with_weights: bool) -> Path:
     _require_config(folder)
     if with_weights and not has_weights(folder):
         raise ValueError(f"{folder} has no *.safetensors file; weights of other kinds can carry code and are not read")
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not has_tokenizer:
         raise ValueError(f"{folder} has no tokenizer: tokenizer.json, tokenizer.model or vocab.json must be there")
     return folder
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from huggingface_hub import close_session, constants
+from huggingface_hub import close_session, constants, hf_hub_download
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -558,6 +558,19 @@ def test_a_gateway_fetches_no_weights_and_needs_none(tmp_path: Path) -> None:
         assert not [path for path in asked if path.endswith(".safetensors")]
         assert has_weights(resolve_model("owner/name", progress=lambda message: None))
     assert [model.tokenizer.encode("a") for model in served] == 2 * [served[0].tokenizer.encode("a")]
+
+
+def test_gguf_files_of_a_model_that_has_others_keep_no_gateway_from_starting(tmp_path: Path) -> None:
+    """Of a folder, too: the weights are on the workers' nodes."""
+    (folder := tmp_path / "folder").mkdir()
+    files = {"config.json": SERVED, "model.safetensors": b"\0" * 8, "tokenizer.json": b"{}", "a-q4.gguf": b"GGUF"}
+    for name in ("config.json", "tokenizer.json", "a-q4.gguf"):
+        (folder / name).write_bytes(files[name])
+    with serve_repository("owner/name", files) as endpoint, hub_at(endpoint, tmp_path / "hub"):
+        fetched = Path(hf_hub_download("owner/name", "a-q4.gguf"))
+        assert resolve_model("owner/name", progress=lambda _: None, with_weights=False) == fetched.parent
+        assert has_weights(resolve_model("owner/name", progress=lambda _: None))
+    assert resolve_model(str(folder), with_weights=False) == folder
 
 
 def test_weights_that_were_never_fetched_are_said_to_be_missing(tmp_path: Path) -> None:
