@@ -43,22 +43,24 @@ CREATE TABLE IF NOT EXISTS files (
 CREATE TABLE IF NOT EXISTS batches (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at INTEGER NOT NULL, ended INTEGER NOT NULL DEFAULT 0,
     runner TEXT, runs_until REAL, record TEXT NOT NULL);
--- Else each gateway reads all batches that there ever were, each second.
-CREATE INDEX IF NOT EXISTS batches_by_claim ON batches (runs_until, owner, created_at) WHERE NOT ended;
 CREATE TABLE IF NOT EXISTS answers (
     batch TEXT NOT NULL, line INTEGER NOT NULL, succeeded INTEGER NOT NULL, answer TEXT NOT NULL,
     PRIMARY KEY (batch, line)) WITHOUT ROWID;
--- Else who counts a batch's answers, as for each client that asks how far it is, reads all of them.
-CREATE INDEX IF NOT EXISTS answers_by_outcome ON answers (batch, succeeded);
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, status TEXT NOT NULL, is_background INTEGER NOT NULL,
     runs_until REAL, used_at REAL NOT NULL, bytes INTEGER NOT NULL, items TEXT NOT NULL, response TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_at, id, bytes);
--- Else a sweep of stored responses reads all of them, conversations and all, and keeps everybody from writing.
-CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner, used_at, id, bytes);
 CREATE TABLE IF NOT EXISTS response_events (
     response TEXT NOT NULL, number INTEGER NOT NULL, event TEXT NOT NULL,
     PRIMARY KEY (response, number)) WITHOUT ROWID;
+"""
+_INDEXES: Final = """
+-- Else each gateway reads all batches that there ever were, each second.
+CREATE INDEX IF NOT EXISTS batches_by_claim ON batches (runs_until, owner, created_at) WHERE NOT ended;
+-- Else who counts a batch's answers, as for each client that asks how far it is, reads all of them.
+CREATE INDEX IF NOT EXISTS answers_by_outcome ON answers (batch, succeeded);
+CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_at, id, bytes);
+-- Else a sweep of stored responses reads all of them, conversations and all, and keeps everybody from writing.
+CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner, used_at, id, bytes);
 """
 
 
@@ -87,15 +89,18 @@ class Database:
         if version > _VERSION:
             raise sqlite3.DatabaseError(f"{folder} was written by a newer Legato; give this one another folder")
         if version < _VERSION:
-            self._connection.executescript(f"BEGIN IMMEDIATE;{_TABLES}PRAGMA user_version = {_VERSION};COMMIT;")
+            self._connection.executescript(
+                f"BEGIN IMMEDIATE;{_TABLES}{_INDEXES}PRAGMA user_version = {_VERSION};COMMIT;"
+            )
         else:
+            self._connection.executescript(f"BEGIN;{_TABLES}COMMIT;")  # some came later, and nothing goes without
             self._add_indexes(folder)
 
     def _add_indexes(self, folder: Path) -> None:
         """Add the indexes that a folder lacks which was made before there were such. Where it takes no writes now it
         goes without them, which is slower. Where nothing is written, nobody who reads is waited for."""
         try:
-            self._connection.executescript(f"BEGIN;{_TABLES}COMMIT;")
+            self._connection.executescript(f"BEGIN;{_INDEXES}COMMIT;")
         except sqlite3.OperationalError as error:
             if storage_unavailable(error) is None:
                 raise

@@ -238,6 +238,19 @@ async def test_nor_where_an_older_folder_lacks_an_index(tmp_path: Path, monkeypa
     later.close()
 
 
+def test_without_a_table_a_folder_is_not_opened(tmp_path: Path) -> None:
+    """Of one that was made before there were responses: else each request for one would fail, until the next start."""
+    Database(tmp_path).close()
+    connection = sqlite3.connect(tmp_path / "records.sqlite")
+    connection.execute("DROP TABLE responses")
+    connection.close()
+    with a_full_disk(), pytest.raises(sqlite3.OperationalError):
+        Database(tmp_path)
+    database = Database(tmp_path)
+    assert asyncio.run(database.transact(indexes)) >= {"responses_by_use", "responses_by_owner"}
+    database.close()
+
+
 @pytest.mark.parametrize(
     ("index", "asked"),
     [
