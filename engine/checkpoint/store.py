@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -225,8 +226,8 @@ def _require_no_gguf(name: str, revision: str) -> None:
     if found:
         raise ValueError(
             f"{name} has {_count_gguf(found)} and no *.safetensors checkpoint, and of the hub only those are fetched:"
-            f" fetch the file that is to be the model, such as by `hf download {name} {found[0]}`, which prints its"
-            " path, and write that"
+            f" fetch the file that is to be the model, such as by `hf download {name} {shlex.quote(found[0])}`, which"
+            " prints its path, and write that"
         )
 
 

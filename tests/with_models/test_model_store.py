@@ -331,11 +331,11 @@ def test_of_several_gguf_files_one_must_be_named(
 
 @pytest.mark.parametrize("has_config", [False, True], ids=["alone", "config"])
 def test_the_gguf_files_of_a_hub_model_are_counted(tmp_path: Path, has_config: bool) -> None:
-    files = {"a-q4.gguf": b"GGUF", "b-q8.gguf": b"GGUF", "README.md": b"", "tokenizer.json": b"{}"}
+    files = {"a q4.gguf": b"GGUF", "b-q8.gguf": b"GGUF", "README.md": b"", "tokenizer.json": b"{}"}
     with serve_repository("owner/name", files | ({"config.json": SERVED} if has_config else {})) as endpoint:
         told = hub_call(endpoint, tmp_path, "engine.checkpoint.store", "owner/name").stderr
     (error,) = [line for line in told.splitlines() if line.startswith("error: ")]
-    assert "owner/name has 2 GGUF files" in error and "`hf download owner/name a-q4.gguf`" in error
+    assert "owner/name has 2 GGUF files" in error and "`hf download owner/name 'a q4.gguf'`" in error
 
 
 SERVED: Final = b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}'
