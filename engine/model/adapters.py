@@ -190,7 +190,8 @@ class AdapterPool:
         return needs
 
     def _note_waits(self, asked_for: Set[AdapterSlot], now: float) -> None:
-        """Note who waits for a place or for another turn, and since when."""
+        """Note who waits for a place or for another turn, and since when. Nobody becomes overdue while another one is
+        loaded: for who is, blocks are kept, and all that while nobody could use them."""
         for slot in self._slots.values():
             if slot.loaded is not None and slot.last is None:
                 continue
@@ -198,7 +199,8 @@ class AdapterPool:
                 slot.waits_at = None
             elif slot.waits_at is None:
                 slot.waits_at, slot.num_loads_before = now, self._num_loads
-            slot.is_overdue = slot.loaded is None and slot.waited_s(now) >= TURN_S
+            if self._loading is None:
+                slot.is_overdue = slot.loaded is None and slot.waited_s(now) >= TURN_S
 
     def _drain(
         self,

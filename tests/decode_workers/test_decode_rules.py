@@ -389,6 +389,17 @@ async def test_nobody_waits_for_ever_for_an_adapter_that_is_never_read() -> None
         await loading.close()
 
 
+def test_who_waits_behind_an_adapter_that_is_never_read_keeps_no_place_from_others() -> None:
+    """Requests that name none would find no room at this worker for as long as a server of adapters does not answer."""
+    bench, pool = Bench(max_num_seqs=2), AdapterPool(lambda digest, folder: Adapter(lambda _: AdapterLayer(), 0), 4)
+    for name in ("hangs", "waits", "waits, too"):
+        bench.scheduler.add(_adapted(name, [2, 3], pool.want(name, Path(name))))
+    assert pool.next_load(bench.scheduler.adapter_users(), 0.0) is not None
+    for now in (1.0, 10.0):
+        assert pool.next_load(bench.scheduler.adapter_users(), now) is None
+        assert bench.scheduler.can_reserve(3)
+
+
 def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks() -> None:
     bench = Bench(token_budget=6)
     bench.scheduler.add(_seq("short", [2, 3], max_tokens=20))
