@@ -258,6 +258,7 @@ def test_what_is_hostile_is_refused(llg: LLTokenizer, wanted: OutputConstraint) 
         ("[a-/", "invalid character class range, the start must be <= the end, at 'a-/' of the regular expression"),
         ("(?=a)b", "look-around, including look-ahead and look-behind, is not supported, at '(?=a)b' of"),
         (r"\bfoo", r"lookarounds not supported yet; WordUnicode, of the regular expression '\\bfoo'."),
+        ("a\\", r"It ends within an escape sequence: 'a\\'."),
         ("x" * 5_000 + "(", "unclosed group, at '(' of the regular expression 'xxxxx"),
     ],
     ids=lambda text: text[:20],

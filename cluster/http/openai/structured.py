@@ -359,6 +359,8 @@ def _from_json(text: str) -> str:
 
 
 def _from_regex(text: str) -> str:
+    if (len(text) - len(text.rstrip("\\"))) % 2:  # the library would take it away, and go by the rest
+        raise UnsupportedGrammarError(f"It ends within an escape sequence: {text[-_MAX_QUOTED_CHARS:]!r}.")
     return str(LLMatcher.grammar_from_regex(text))
 
 
