@@ -62,7 +62,7 @@ AVX512 = Instructions(
 )
 AMX = Instructions(
     "AMX",
-    (*AVX512.flags, "avx512_vbmi", "amx_tile", "amx_bf16", "amx_int8"),
+    (*AVX512.flags, "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"),
     (*AVX512.options, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 )
 """And products of tiles, of bfloat16 (`src/tiles.h`) and of bytes (`src/quantised_tiles.h`)."""

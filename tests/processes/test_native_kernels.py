@@ -140,6 +140,27 @@ def test_a_processor_runs_the_best_that_it_has(
     assert compiling.processor_instructions() == expected
 
 
+# What Linux says of them in /proc/cpuinfo, as far as it matters: some names have underscores, some have none.
+HASWELL = "fma cx16 sse4_1 sse4_2 movbe popcnt aes xsave avx f16c rdrand lahf_lm abm bmi1 avx2 smep bmi2 erms"
+ZEN_4 = f"""{HASWELL} avx512f avx512dq rdseed adx smap avx512ifma clflushopt clwb avx512cd sha_ni avx512bw avx512vl
+avx512_bf16 avx512vbmi umip avx512_vbmi2 gfni vaes vpclmulqdq avx512_vnni avx512_bitalg avx512_vpopcntdq"""
+SAPPHIRE_RAPIDS = f"{ZEN_4} avx_vnni amx_bf16 avx512_fp16 amx_tile amx_int8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [(SAPPHIRE_RAPIDS, compiling.AMX), (ZEN_4, compiling.AVX512), (HASWELL, compiling.AVX2)],
+    ids=["Sapphire Rapids", "Zen 4", "Haswell"],
+)
+def test_what_a_processor_has_is_told_in_the_systems_words(
+    monkeypatch: pytest.MonkeyPatch, flags: str, expected: compiling.Instructions
+) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"flags : {' '.join(flags.split())}\n")
+    monkeypatch.setattr(compiling, "_ask_for_tiles", lambda: True)
+    assert compiling.processor_instructions() == expected
+
+
 def test_a_word_that_the_switch_does_not_know_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "avx-512")
     with pytest.raises(compiling.NativeUnavailableError, match=r"avx-512 is none of amx, avx512, avx2 and 0"):
