@@ -217,6 +217,7 @@ BROKEN = {
     "heads that fill no tile": (Case(segments=((20, 60),), num_heads=5, num_kv_heads=5, head_dim=34), 50),
     "over splits": (Case(segments=((1, 90), (70, 1100)), num_heads=4, num_kv_heads=1), 1060),
     "windowed": (Case(segments=((1, 90), (150, 400)), window=70), 330),
+    "narrow window": (Case(segments=((1, 90), (150, 400)), window=3), 330),
     "latent": (Case(segments=((1, 90), (40, 300)), num_heads=8, num_kv_heads=1, head_dim=64, latent_dim=40), 280),
 }
 
@@ -241,10 +242,28 @@ def test_a_value_that_is_not_finite_reaches_those_alone_that_see_it(
         found = attend(case, world, world.segments, num_threads)
         assert torch.equal(found[:first], clean[:first])
         assert not found[first:last].isfinite().any(dim=-1).any()
+        assert torch.equal(found[last:], clean[last:])
         for row in (first - 1, first):  # as it is by itself
             chunk = cut(segment, [row - segment.first_row, 1])[1]
             alone = attend(case, world, [chunk], num_threads)[row]
             torch.testing.assert_close(found[row], alone, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_broken_query_keeps_no_row_from_being_what_it_is_alone(dtype: torch.dtype) -> None:
+    """Rows behind it do not see the broken value either, which is that of the last token."""
+    if LIBRARY is None:
+        return
+    case = Case(segments=((20, 60),))
+    world = build_world(case, dtype)
+    put(world, 59, 1.0, torch.nan)
+    world.q[7] = torch.nan
+    found = attend(case, world, world.segments)
+    assert found[[7, 19]].isnan().all()
+    alone = attend(case, world, cut(world.segments[0], [19])[:1])
+    assert alone[7].isnan().all()
+    for row in (0, 6, 8, 18):
+        assert torch.equal(found[row], attend(case, world, cut(world.segments[0], [row, 1])[-2:-1])[row])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

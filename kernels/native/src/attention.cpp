@@ -192,7 +192,8 @@ bool are_numbers(const T* values, int64_t count) {
 // Computes again, by itself, each query whose results are not all numbers. The weight of a token that a row does not
 // see is 0, and 0 times infinity is NaN: so what is not finite in a token reaches the rows before it that are computed
 // with one that sees it. Alone a query's rows meet no other tokens than those that they see. After the first one that
-// brings no numbers all the same, it is tokens before them that have broken the rows that follow.
+// brings no numbers all the same, it is tokens before them that have broken the rows that follow; but those beyond a
+// window do not see these any more. A query that holds no numbers itself brings none.
 template <typename T>
 void mend_earlier_rows(const Layer<T>& layer) {
   const Plan& plan = layer.plan;
@@ -209,8 +210,10 @@ void mend_earlier_rows(const Layer<T>& layer) {
   for (int64_t s = 0; s < plan.num_segments; ++s) {
     const Segment& segment = plan.segments[s];
     for (int64_t query = 0; query < segment.num_queries && segment.num_queries > 1; ++query) {
-      if (are_numbers(layer.out + (segment.first_row + query) * width, width)) continue;
-      if (!mend(tile_of_queries(layer, segment, query, 1))) break;
+      const int64_t row = segment.first_row + query;
+      if (are_numbers(layer.out + row * width, width)) continue;
+      if (!are_numbers(layer.queries + row * layer.row_stride, layer.num_heads * plan.head_dim)) continue;
+      if (!mend(tile_of_queries(layer, segment, query, 1)) && plan.window >= segment.context_len) break;
     }
   }
 }
