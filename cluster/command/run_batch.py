@@ -26,6 +26,7 @@ from cluster.command.arguments import ArgumentsError, headers_of
 from cluster.load.client import AnswerError, ServerAddress
 
 _PATIENCE_S: Final = 600.0  # how long a server may answer nothing at all before it is given up
+_FIRST_S: Final = 60.0  # how long it may take to say that it is there
 _LINE_S: Final = 3_600.0  # how long one answer may take
 _TOLD_CHARS: Final = 500  # how much of an answer that is no JSON is told
 _NOT_NOW: Final = 503
@@ -65,7 +66,7 @@ def _run(source: Path, out: Path, server: ServerAddress, num_lines: int, concurr
                 print(f"All {num_lines} lines are answered in {out} already.")
                 return 0
         raise BatchFileError(f"{out} is there already, and has no answers to these lines. Move it, or name another.")
-    server.get("/v1/models", headers=headers_of())  # nobody waits ten minutes for a wrong URL
+    server.get("/v1/models", timeout_s=_FIRST_S, headers=headers_of())  # nobody waits ten minutes for a wrong URL
     begun = time.monotonic()
     with Answers(out.with_name(f"{out.name}.partial")) as answers:
         if strangers := answers.names - {line.custom_id for line in _lines(source)}:

@@ -98,7 +98,12 @@ class ServeRun:
 
     def pool(self, name: str) -> dict[str, Any]:
         """What Serve says of a deployment."""
-        told: dict[str, Any] = self._applications("GET").json()["applications"]["legato"]["deployments"][name]
+        told: dict[str, Any] = self.pools()[name]
+        return told
+
+    def pools(self) -> dict[str, Any]:
+        """What Serve says of the deployments that it knows by now."""
+        told: dict[str, Any] = self._applications("GET").json()["applications"]["legato"]["deployments"]
         return told
 
     def _applications(self, method: str, **options: Any) -> httpx.Response:
