@@ -112,7 +112,17 @@ class OffloadPolicy:
         where nothing could go on. It takes them out of `running`, or of `idle`: those that have blocks, could not go on
         in any case, and so give way first.
         """
-        selection = self._attempt(running, now, limit, ring_columns, preempt, idle)
+
+        def attempt() -> StepSelection:
+            selection = StepSelection(ring_columns)
+            queue = sorted(running, key=lambda seq: self.pacer.slack_s(seq, now))
+            stalled = self._select(selection, queue, now, limit)
+            self._make_headroom(selection, queue, idle, stalled, preempt)
+            if not selection.moving:
+                self._restore(selection, queue)
+            return selection
+
+        selection = attempt()
         is_first = True
         while (
             running
@@ -125,24 +135,7 @@ class OffloadPolicy:
             if not (selection.moving and is_first):
                 preempt(idle[-1] if idle else max(running, key=lambda seq: self.pacer.slack_s(seq, now)))
             is_first = False
-            selection = self._attempt(running, now, limit, ring_columns, preempt, idle)
-        return selection
-
-    def _attempt(
-        self,
-        running: list[Sequence],
-        now: float,
-        limit: int,
-        ring_columns: int,
-        preempt: Callable[[Sequence], None],
-        idle: list[Sequence],
-    ) -> StepSelection:
-        selection = StepSelection(ring_columns)
-        queue = sorted(running, key=lambda seq: self.pacer.slack_s(seq, now))
-        stalled = self._select(selection, queue, now, limit)
-        self._make_headroom(selection, queue, idle, stalled, preempt)
-        if not selection.moving:
-            self._restore(selection, queue)
+            selection = attempt()
         return selection
 
     def _select(self, selection: StepSelection, queue: list[Sequence], now: float, limit: int) -> list[Sequence]:

@@ -27,7 +27,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.common.local import CHUNK_TOKENS, MAX_NUM_SEQS, load_default_model
+from benchmarks.common.local import load_default_model, local_engine
 from benchmarks.common.part import GateError, Json, note, ratio, run_part, spread
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.workload import MODEL, greedy
@@ -214,8 +214,7 @@ def by_steps(model: LoadedModel, speculation: Speculation, work: Work) -> Json:
 
 def _begun(model: LoadedModel, speculation: Speculation | None, seqs: list[Sequence]) -> LocalEngine:
     """An engine that has computed the prompts."""
-    budget = CHUNK_TOKENS + MAX_NUM_SEQS
-    engine = LocalEngine(model, max_num_seqs=MAX_NUM_SEQS, token_budget=budget, speculation=speculation)
+    engine = local_engine(model, speculation)
     for seq in seqs:
         engine.add(seq)
     while engine.scheduler.num_uncomputed:

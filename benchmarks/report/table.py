@@ -241,12 +241,14 @@ def quantisation_headline(results: Report) -> Json:
 
 
 def speculation_table(results: Report) -> str:
-    columns = ["work", "at once", "times", "tokens/s", "without drafts", "tokens a step", "drafted", "accepted"]
+    columns = ["work", "at once", "times", "by steps in turns", "tokens/s", "without drafts", "tokens a step"]
+    columns += ["drafted", "accepted"]
     rows = [
         [
             row["work"],
             row["streams"],
             row["times"],
+            row.get("by_steps", {}).get("times", ""),
             spread(row["tokens_per_s"]),
             spread(row["without_tokens_per_s"]),
             row["tokens_per_step"],

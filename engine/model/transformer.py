@@ -8,7 +8,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -187,7 +187,7 @@ class Model:
         `attentions`: one for each of `windows`, and the batch says nothing of segments; None: those of its segments.
         """
         if attentions is None:
-            attentions = self._plan_attentions(batch.segments, kv_cache)
+            attentions = self._plan_attentions(batch.segments, kv_cache, self.windows)
         rotations = {rope: rotary(batch.positions, self.dtype) for rope, rotary in self._rotary.items()}
         step = _Step(batch, kv_cache, rotations, attentions)
         x = functional.embedding(batch.token_ids, self._embedding)
@@ -295,15 +295,19 @@ class Model:
     def _of_outputs(self, step: _Step) -> _Step:
         """With attention of the output rows alone, where no row's bits depend on the others: most rows of a prompt have
         no part in what comes after the last layer's."""
-        if not all(isinstance(attention, NativeAttention) for attention in step.attentions.values()):
+        window = self.config.layers[-1].window
+        if not isinstance(step.attentions[window], NativeAttention):
             return step
-        return replace(step, attentions=self._plan_attentions(step.batch.output_segments(), step.kv_cache))
+        segments = step.batch.output_segments()
+        return replace(step, attentions=self._plan_attentions(segments, step.kv_cache, [window]))
 
-    def _plan_attentions(self, segments: Sequence[Segment], kv_cache: KVCache) -> Mapping[int | None, PagedAttention]:
+    def _plan_attentions(
+        self, segments: Sequence[Segment], kv_cache: KVCache, windows: Iterable[int | None]
+    ) -> Mapping[int | None, PagedAttention]:
         geometry = kv_cache.layout.geometry
         longest = max(segment.context_len for segment in segments)
         attentions: dict[int | None, PagedAttention] = {}
-        for window in self.windows:
+        for window in windows:
             effective = None if window is None or window >= longest else window
             if effective not in attentions:
                 attentions[effective] = self._kernels.plan_attention(

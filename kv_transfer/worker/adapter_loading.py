@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class AdapterLoading:
     """`users()`: all sequences that are to be computed, and how much each needs its adapter. `on_loaded()`: those of
     one can be computed. `on_failed(slot, reason)`: those of that one cannot be. `on_late(seq, retry_after_s)`: this one
-    has waited for a place for `wait_s`, and nothing of it is computed.
+    has waited for `wait_s`, and has no token yet.
 
     Belongs to the main loop. Without a `pool` no request may name an adapter.
     """

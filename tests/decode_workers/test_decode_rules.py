@@ -18,9 +18,8 @@ from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason, Sequence
 from kernels.adapters import Adapter, AdapterLayer
 from kv_transfer.messages.requests import AdapterRef
-from kv_transfer.worker.adapter_loading import AdapterLoading
 from tests.decode_workers.test_decode_scheduler import guesses
-from tests.support.ghost_runner import VOCAB_SIZE, GhostRunner, next_token
+from tests.support.ghost_runner import VOCAB_SIZE, GhostRunner, ghost_loading, next_token
 from tests.support.waiting import eventually
 
 EOS = frozenset({0, 1})
@@ -333,14 +332,7 @@ async def test_who_was_begun_elsewhere_and_finds_no_place_for_its_adapter_is_tur
         told.append(seq.request_id)
         bench.scheduler.drop(seq.key)
 
-    loading = AdapterLoading(
-        pool,
-        users=bench.scheduler.adapter_users,
-        on_loaded=lambda: None,
-        on_failed=lambda slot, reason: None,
-        on_late=leave,
-        wait_s=0.0,
-    )
+    loading = ghost_loading(pool, bench.scheduler.adapter_users, leave, wait_s=0.0)
     theirs = loading.want(AdapterRef(name="theirs", digest="theirs", folder="theirs"))
     bench.hand_over(_adapted("runs", [2, 3], theirs))
     assert pool.next_load(bench.scheduler.adapter_users(), 0.0) is theirs
@@ -371,14 +363,7 @@ async def test_nobody_waits_for_ever_for_an_adapter_that_is_never_read() -> None
         told.append(seq.request_id)
         bench.scheduler.drop(seq.key)
 
-    loading = AdapterLoading(
-        AdapterPool(load, 2),
-        users=bench.scheduler.adapter_users,
-        on_loaded=lambda: None,
-        on_failed=lambda slot, reason: None,
-        on_late=leave,
-        wait_s=0.01,
-    )
+    loading = ghost_loading(AdapterPool(load, 2), bench.scheduler.adapter_users, leave, wait_s=0.01)
     try:
         for name in ("hangs", "waits"):
             slot = loading.want(AdapterRef(name=name, digest=name, folder=name))

@@ -12,10 +12,9 @@ from engine.model.adapters import TURN_S, AdapterPool
 from engine.sequence import Sequence, SequenceKey
 from kernels.adapters import Adapter, AdapterLayer
 from kv_transfer.messages.requests import AdapterRef
-from kv_transfer.worker.adapter_loading import AdapterLoading
 from prefill_workers.scheduler import PrefillScheduler, moved_tokens, spread
 from tests.prefill_workers.prefill_shapes import BLOCK_SIZE, TOKEN_BUDGET, host_rule, prompt_of
-from tests.support.ghost_runner import GhostRunner, kv_of
+from tests.support.ghost_runner import GhostRunner, ghost_loading, kv_of
 
 
 class Bench:
@@ -343,14 +342,7 @@ async def test_hundreds_whose_adapter_finds_no_place_are_turned_away_together() 
         bench.scheduler.release(seq.key)
         loading.retry()
 
-    loading = AdapterLoading(
-        pool,
-        users=bench.scheduler.adapter_users,
-        on_loaded=lambda: None,
-        on_failed=lambda slot, reason: None,
-        on_late=leave,
-        wait_s=0.0,
-    )
+    loading = ghost_loading(pool, bench.scheduler.adapter_users, leave, wait_s=0.0)
     come("runs", "theirs")
     slot = pool.next_load(bench.scheduler.adapter_users(), 0.0)
     assert slot is not None

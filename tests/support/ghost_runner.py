@@ -7,9 +7,10 @@ block or never computed is noticed the moment it is read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 
 from engine.kv.allocation import BlockAllocator
+from engine.model.adapters import AdapterPool, Need
 from engine.sequence import (
     DraftedSequence,
     SampledToken,
@@ -19,6 +20,7 @@ from engine.sequence import (
     StepPlan,
     TokenLogprobs,
 )
+from kv_transfer.worker.adapter_loading import AdapterLoading
 
 VOCAB_SIZE = 24
 _START = 0x9E37
@@ -159,3 +161,16 @@ class GhostRunner:
             return None
         stop = min(seq.num_computed + item.num_tokens + 1, len(seq.prompt_token_ids))
         return [TokenLogprobs(float(position), []) for position in range(seq.num_computed + 1, stop)]
+
+
+def ghost_loading(
+    pool: AdapterPool,
+    users: Callable[[], Iterable[tuple[Sequence, Need]]],
+    on_late: Callable[[Sequence, float], None],
+    *,
+    wait_s: float,
+) -> AdapterLoading:
+    """As a worker has it around its scheduler; nobody else is told that an adapter was loaded, or could not be."""
+    return AdapterLoading(
+        pool, users=users, on_loaded=lambda: None, on_failed=lambda slot, reason: None, on_late=on_late, wait_s=wait_s
+    )
