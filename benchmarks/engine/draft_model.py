@@ -33,6 +33,7 @@ from engine.text.tokenizer import Tokenizer
 
 STREAMS = (1, 4, 8)
 NUM_ECHOES = 8
+LEAST_REQUESTS = 4  # where fewer run at once the others come after them
 STRENGTHS = (0.05, 0.15)
 """Of echoes, beside the layer that they repeat."""
 
@@ -51,9 +52,9 @@ def measure(strengths: tuple[float, ...] = STRENGTHS, streams: tuple[int, ...] =
             assert isinstance(model.draft_model, DraftModel)
             ratio_of_bytes = model.draft_model.model.runner.weight_bytes / model.runner.weight_bytes
             for num_streams in streams:
-                prompts = [chat(tokenizer, QUESTIONS[n]) for n in range(num_streams)]
+                prompts = [chat(tokenizer, QUESTIONS[n]) for n in range(max(num_streams, LEAST_REQUESTS))]
                 speculation = Speculation([model.draft_model], model.costs)
-                found = compared(model, speculation, Work(prompts, draws=True), quiet)
+                found = compared(model, speculation, Work(prompts, num_streams, draws=True), quiet)
                 rows.append({"work": f"prose, echoes of {strength}", "streams": num_streams, **found})
                 note(f"{strength}, {num_streams} at once: {json.dumps(rows[-1])}")
     return {

@@ -45,6 +45,7 @@ from engine.text.tokenizer import Tokenizer
 NUM_THREADS = 2
 STREAMS = (1, 8, 32)
 NUM_TOKENS = 160
+LEAST_REQUESTS = 6  # where one is alone they come one after the other: one text says little of others
 EDITED_EVERY = 33
 REPEATS = 3
 
@@ -74,10 +75,12 @@ RECORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Requests that are sent together. `predictions` None: none of them has one. Those that draw say something else in
-    each turn; of the others history would know the answers from the turn before."""
+    """Requests, so many `at_once`, and the next ones when these have ended. `predictions` None: none of them has one.
+    Those that draw say something else in each turn; of the others history would know the answers from the turn
+    before."""
 
     prompts: list[list[int]]
+    at_once: int
     draws: bool = False
     predictions: list[list[int]] | None = None
     grammar: str | None = None
@@ -86,8 +89,9 @@ class Work:
     def drafters(self) -> tuple[DrafterName, ...]:
         return ("prediction", "grammar", "lookup", "history") if self.draws else ("prediction", "grammar", "lookup")
 
-    def sequences(self, turn: int) -> list[Sequence]:
-        return [
+    def sequences(self, turn: int) -> list[list[Sequence]]:
+        """Those that run together, group by group."""
+        seqs = [
             Sequence(
                 request_id=f"bench-{number}",
                 attempt=0,
@@ -99,6 +103,7 @@ class Work:
             )
             for number, prompt in enumerate(self.prompts)
         ]
+        return [seqs[first : first + self.at_once] for first in range(0, len(seqs), self.at_once)]
 
 
 @dataclass(slots=True)
@@ -133,26 +138,26 @@ def measure() -> Json:
 
 def _works(model: LoadedModel, tokenizer: Tokenizer, num_streams: int) -> dict[str, Work]:
     code, text = (path.read_text(encoding="utf-8") for path in (CODE, TEXT))
-    of_code = [chat(tokenizer, f"Improve this code:\n{code[200 * n : 200 * n + 1200]}") for n in range(num_streams)]
-    written = run(model, None, Work(of_code), itertools.count()).tokens
-    parts = [text[300 * n : 300 * n + 1500] for n in range(num_streams)]
-    questions = [
-        chat(tokenizer, QUESTIONS[n % len(QUESTIONS)] + " " * (n // len(QUESTIONS))) for n in range(num_streams)
-    ]
+    numbers = range(max(LEAST_REQUESTS, num_streams))
+    of_code = [chat(tokenizer, f"Improve this code:\n{code[200 * n : 200 * n + 1200]}") for n in numbers]
+    work = partial(Work, at_once=num_streams)
+    written = run(model, None, work(of_code), itertools.count()).tokens
+    parts = [text[300 * n : 300 * n + 1500] for n in numbers]
+    questions = [chat(tokenizer, QUESTIONS[n % len(QUESTIONS)] + " " * (n // len(QUESTIONS))) for n in numbers]
     source = random.Random(num_streams)
     vocab_size = model.runner.config.vocab_size
     at_random = [[source.randrange(vocab_size) for _ in range(2 * NUM_TOKENS)] for _ in questions]
     return {
-        "edits": Work(of_code, predictions=[_before_an_edit(tokens, source, vocab_size) for tokens in written]),
-        "exact": Work(of_code, predictions=written),
-        "copies": Work([chat(tokenizer, f"Repeat this text word for word:\n{part[:700]}") for part in parts]),
-        "summaries": Work([chat(tokenizer, f"Summarise this text:\n{part}") for part in parts]),
-        "records": Work(
-            [chat(tokenizer, f"Write a list of {n + 5} orders, as JSON.") for n in range(num_streams)],
+        "edits": work(of_code, predictions=[_before_an_edit(tokens, source, vocab_size) for tokens in written]),
+        "exact": work(of_code, predictions=written),
+        "copies": work([chat(tokenizer, f"Repeat this text word for word:\n{part[:700]}") for part in parts]),
+        "summaries": work([chat(tokenizer, f"Summarise this text:\n{part}") for part in parts]),
+        "records": work(
+            [chat(tokenizer, f"Write a list of {n + 5} orders, as JSON.") for n in numbers],
             grammar=json.dumps({"grammars": [{"json_schema": RECORDS}]}),
         ),
-        "prose": Work(questions, draws=True),
-        "adversary": Work(questions, draws=True, predictions=at_random),
+        "prose": work(questions, draws=True),
+        "adversary": work(questions, draws=True, predictions=at_random),
     }
 
 
@@ -187,12 +192,13 @@ def by_steps(model: LoadedModel, speculation: Speculation, work: Work) -> Json:
     """How many times the tokens of as much time, with drafts. What drafts and rows cost is known from the turns before,
     and of these answers nothing: they are others."""
     tokens, seconds, processor_s = [0, 0], [0.0, 0.0], [0.0, 0.0]
-    for turn in range(REPEATS):
-        requests = [work.sequences(100 + turn) for _ in range(2)]
+    turns = range(100, 100 + REPEATS)
+    groups = [pair for turn in turns for pair in zip(work.sequences(turn), work.sequences(turn), strict=True)]
+    for requests in groups:
         engines = [_begun(model, made, seqs) for made, seqs in zip((None, speculation), requests, strict=True)]
         num_before = [_num_output(seqs) for seqs in requests]
         order = [0, 1]
-        while all(engine.scheduler.num_running == len(work.prompts) for engine in engines):
+        while all(engine.scheduler.num_running == len(requests[0]) for engine in engines):
             for index in order:
                 began, processor_began = time.perf_counter(), time.process_time()
                 engines[index].step()
@@ -224,23 +230,27 @@ def _begun(model: LoadedModel, speculation: Speculation | None, seqs: list[Seque
 
 def run(model: LoadedModel, speculation: Speculation | None, work: Work, turns: Iterator[int]) -> Run:
     turn = next(turns)
-    seqs = work.sequences(turn)
-    engine = _begun(model, speculation, seqs)
-    num_before, num_steps = _num_output(seqs), 0
+    groups = work.sequences(turn)
+    num_tokens, num_steps, seconds, processor_s = 0, 0, 0.0, 0.0
     ends_s: list[float] = []
-    began, processor_began = time.perf_counter(), time.process_time()
-    while engine.scheduler.num_running:
-        num_running = engine.scheduler.num_running
-        engine.step()
-        num_steps += 1
-        ends_s += [time.perf_counter() - began] * (num_running - engine.scheduler.num_running)
-    seconds, processor_s = time.perf_counter() - began, time.process_time() - processor_began
-    counts = engine.scheduler.draft_counts.values()  # of all turns so far
+    for seqs in groups:
+        engine = _begun(model, speculation, seqs)
+        num_tokens -= _num_output(seqs)
+        began, processor_began = time.perf_counter(), time.process_time()
+        while engine.scheduler.num_running:
+            num_running = engine.scheduler.num_running
+            engine.step()
+            num_steps += 1
+            ends_s += [time.perf_counter() - began] * (num_running - engine.scheduler.num_running)
+        seconds += time.perf_counter() - began
+        processor_s += time.process_time() - processor_began
+        num_tokens += _num_output(seqs)
+    counts = [] if speculation is None else speculation.counts.values()  # of all turns so far
     return Run(
         turn=turn,
-        tokens=[seq.output_token_ids for seq in seqs],
-        tokens_per_s=(_num_output(seqs) - num_before) / seconds,
-        tokens_per_processor_s=(_num_output(seqs) - num_before) / processor_s,
+        tokens=[seq.output_token_ids for seqs in groups for seq in seqs],
+        tokens_per_s=num_tokens / seconds,
+        tokens_per_processor_s=num_tokens / processor_s,
         median_end_s=statistics.median(ends_s),
         num_steps=num_steps,
         drafted=sum(each.drafted for each in counts),

@@ -600,7 +600,7 @@ _HEADLINES: dict[str, Callable[[Report], Json]] = {
     },
     "adapters": lambda results: {
         "streams_share": results["streams"]["share"],
-        "cold_later_ms": results["cold"]["put_out"]["later_ms"]["median"],
+        "cold_later_ms": {what: found["later_ms"]["median"] for what, found in results["cold"].items()},
     },
     "prefix": lambda results: {"times_lower": results["times_lower"]},
     "offload": offload_headline,

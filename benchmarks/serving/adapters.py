@@ -1,9 +1,9 @@
 """LoRA adapters over HTTP, one worker that does both: what they cost streams, and when the first token of one comes
 that is not in memory.
 
-Streams: 32 of them over 8 adapters and of the model alone, in turns. First tokens: a request of an adapter that the
-gateway has not seen, of one that it knows and the worker has put out for others, and each time the next request of the
-same adapter, of the same length.
+Streams: 32 of them over 8 adapters and of the model alone, in turns. First tokens: a request of an adapter that was put
+into the folder and that nobody has named before, of one that the worker has put out for others, of one that was just
+registered over HTTP; and each time the next request of the same adapter, of the same length.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 import statistics
 import tempfile
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -47,25 +48,30 @@ AIMS: Final = {"streams_share": 0.85, "cold_ms": 20}
 
 
 def measure() -> Json:
-    with tempfile.TemporaryDirectory(prefix="legato-adapters-") as folder:
-        model = resolve_model(MODEL)
+    with tempfile.TemporaryDirectory(prefix="legato-adapters-") as made:
+        config = ModelConfig.from_folder(resolve_model(MODEL))
+        folder, elsewhere = Path(made) / "served", Path(made) / "elsewhere"
+        folder.mkdir()
+        elsewhere.mkdir()
         names = [f"adapter-{number}" for number in range(NUM_COLD)]
-        for number, name in enumerate(names):
-            write_adapter(Path(folder) / name, ModelConfig.from_folder(model), number)
+        to_register = [elsewhere / f"registered-{number}" for number in range(NUM_COLD)]
+        for number, path in enumerate([*(folder / name for name in names), *to_register]):
+            write_adapter(path, config, number)
         settings = {
             "prefill": {"replicas": 0},
             "decode": {"max_num_seqs": MAX_NUM_SEQS, "threads": NUM_THREADS, "speculation": "off"},
             "kv": {"prefix_cache": False},
-            "adapters": {"folder": folder},
+            "adapters": {"folder": str(folder)},
         }
         with running_cluster(settings) as port:
-            return _measured(port, names)
+            return _measured(port, names, to_register)
 
 
-def _measured(port: int, names: Sequence[str]) -> Json:
+def _measured(port: int, names: Sequence[str], to_register: Sequence[Path]) -> Json:
     quiet = QuietMachine()
     _wave(port, [MODEL] * STREAMS[0])  # whatever is made at first
     cold = {what: _first_tokens(port, names) for what in ("new", "put_out", "put_out again")}
+    cold["registered"] = _first_tokens(port, [_register(port, folder) for folder in to_register])
     several = [names[number % NUM_IN_STREAMS] for number in range(STREAMS[0])]
     _wave(port, several)  # loads them
     rates = quiet.in_turns(
@@ -106,6 +112,14 @@ def _first_tokens(port: int, names: Sequence[str]) -> Json:
     later = [one - other for one, other in zip(cold, warm, strict=True)]
     note(f"first tokens come {statistics.median(later):.1f} ms later than of an adapter in memory")
     return {"cold_ms": spread(cold), "warm_ms": spread(warm), "later_ms": spread(later)}
+
+
+def _register(port: int, folder: Path) -> str:
+    told = json.dumps({"lora_name": folder.name, "lora_path": str(folder)}).encode()
+    headers = {"Content-Type": "application/json"}
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/load_lora_adapter", told, headers)
+    urllib.request.urlopen(asked, timeout=60).close()
+    return folder.name
 
 
 def _asked(port: int, model: str) -> tuple[float, str]:
