@@ -103,10 +103,10 @@ void add_adapters(const Adapters& adapters, int64_t layer, Place place, int64_t 
 void linear(const Product& product, const Stretches& soon, bf16);
 void linear(const Product& product, const Stretches& soon, float);
 
-// A projection to gates and, after all of them, to what these let through, and the activation of both, `out [rows,
-// outputs / 2]`: with the bits of one after the other. False: not of this one here.
-bool linear_gated(const Projection& by, Activation activation, const bf16* x, int64_t rows, bf16* out);
-inline bool linear_gated(const Projection&, Activation, const float*, int64_t, float*) { return false; }
+// Each group's rows of `x [rows, inputs]` by its projection to gates and, after all of them, to what these let through,
+// and the activation of both, `out [rows, outputs / 2]`: with the bits of one after the other. False: not of this here.
+bool linear_gated(const RowGroups& groups, Activation activation, const bf16* x, bf16* out);
+inline bool linear_gated(const RowGroups&, Activation, const float*, float*) { return false; }
 
 // Each group's rows of `x [rows, inputs]` by its projection.
 void linear_groups(const RowGroups& groups, const bf16* x, bf16* out);

@@ -1,9 +1,11 @@
 // A layer's mixture of experts: each row goes through the few gated MLPs that a router chooses for it.
 //
-// Rows are put in the order of their experts, so that each expert's weights are read once for all of its rows, and the
-// experts' panels are shared among the threads as those of one projection. What an expert makes of a row depends on no
-// other row (linear.cpp, quantised.cpp), and a row's experts are summed by their rank: its result is the same to the
-// bit in any company. A process that holds some of the experts computes and sums these alone.
+// Rows are put in the order of their experts, so that each expert's weights are read once for many of its rows. A thread
+// takes rows of one expert all the way, where that gives all threads as much to do: they wait for each other once, and
+// what is between two projections stays in a core's own cache. Elsewhere they share each projection, panel by panel.
+// What an expert makes of a row depends on no other row (linear.cpp, quantised.cpp), and a row's experts are summed by
+// their rank: its result is the same to the bit in any company. A process that holds some of the experts computes and
+// sums these alone.
 
 #include <algorithm>
 #include <cstring>
@@ -17,14 +19,29 @@ namespace {
 
 using namespace legato;
 
+// Rows of an expert, of those that are sorted.
+struct Block {
+  int64_t expert, first, rows;
+};
+
+// What experts make of sorted rows, on the way: [rows, ...].
+template <typename X>
+struct Between {
+  std::vector<X> x, gate_up, activated;
+};
+
 // Kept from call to call: such sizes would come from the system, and go back, each time.
 template <typename X>
 struct Memory {
-  std::vector<X> logits, x, gate_up, activated, out;  // [rows, experts]; the others: [pairs that are here, ...], sorted
-  std::vector<float> wide_x, wide_logits;             // what a router in float32 has: [rows, inputs]; [rows, experts]
-  std::vector<float> shares;                          // [rows, per_row]: how much an expert counts
-  std::vector<int64_t> numbers, places;  // [rows, per_row]: of a row's experts; where it is sorted to, or kElsewhere
-  std::vector<int64_t> starts;           // [held + 1]: where an expert's rows begin
+  std::vector<X> logits, out;              // [rows, experts]; [pairs that are here, inputs], sorted
+  std::vector<float> wide_x, wide_logits;  // what a router in float32 has: [rows, inputs]; [rows, experts]
+  std::vector<float> shares;               // [rows, per_row]: how much an expert counts
+  std::vector<int64_t> numbers, places;    // [rows, per_row]: of a row's experts; where it is sorted to, or kElsewhere
+  std::vector<int64_t> sources;            // [pairs that are here]: the row
+  std::vector<int64_t> starts;             // [held + 1]: where an expert's rows begin
+  std::vector<Block> blocks;
+  std::vector<int64_t> loads;  // of each thread
+  Between<X> between;
 };
 
 constexpr int64_t kElsewhere = -1;
@@ -124,6 +141,7 @@ void route(const Experts& experts, const X* x, int64_t rows, bool is_worth, Memo
 template <typename X>
 int64_t sort(const Experts& experts, int64_t assigned, Memory<X>& memory) {
   memory.places.resize(assigned);
+  memory.sources.resize(assigned);
   memory.starts.assign(experts.held + 1, 0);
   const auto is_here = [&](int64_t number) { return number >= 0 && number < experts.held; };
   for (int64_t at = 0; at < assigned; ++at) {
@@ -135,8 +153,54 @@ int64_t sort(const Experts& experts, int64_t assigned, Memory<X>& memory) {
   for (int64_t at = 0; at < assigned; ++at) {
     const int64_t number = memory.numbers[at];
     memory.places[at] = is_here(number) ? next[number]++ : kElsewhere;
+    if (is_here(number)) memory.sources[memory.places[at]] = at / experts.per_row;
   }
   return memory.starts.back();
+}
+
+// Whether threads that take blocks, the largest first, end together, as far as their rows tell; `memory.blocks`.
+template <typename X>
+bool divide(Memory<X>& memory, int64_t held) {
+  constexpr int64_t kRows = 256;    // of which a core's own cache has room for what is between
+  constexpr int64_t kReading = 32;  // rows that take as long as reading the weights does
+  std::vector<Block>& blocks = memory.blocks;
+  blocks.clear();
+  for (int64_t expert = 0; expert < held; ++expert) {
+    const int64_t start = memory.starts[expert], rows = memory.starts[expert + 1] - start;
+    const int64_t count = (rows + kRows - 1) / kRows;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t first = rows * i / count;
+      blocks.push_back({expert, start + first, rows * (i + 1) / count - first});
+    }
+  }
+  std::stable_sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) { return a.rows > b.rows; });
+  memory.loads.assign(team_size(), 0);
+  int64_t total = 0;
+  for (const Block& block : blocks) {
+    total += block.rows + kReading;
+    *std::min_element(memory.loads.begin(), memory.loads.end()) += block.rows + kReading;
+  }
+  const int64_t longest = *std::max_element(memory.loads.begin(), memory.loads.end());
+  return 12 * longest * team_size() <= 13 * total;
+}
+
+// What experts make of their rows, which lie side by side: of `x [rows, inputs]`, in `starts`.
+template <typename X>
+void apply(const Experts& experts, const RowGroups& gates, const X* x, const int64_t* sources, Between<X>& between,
+           X* out) {
+  const int64_t width = experts.router.inputs, inner = experts.down->inputs, rows = gates.starts[gates.count];
+  between.x.resize(rows * width);
+  between.activated.resize(rows * inner);
+  share_evenly(rows, rows * width >= kWorthThreads, [&](int64_t at) {
+    std::memcpy(&between.x[at * width], x + sources[at] * width, width * sizeof(X));
+  });
+  if (!linear_gated(gates, experts.activation, between.x.data(), between.activated.data())) {
+    between.gate_up.resize(rows * inner * 2);
+    project(gates, between.x.data(), between.gate_up.data());
+    gated_activation(experts.activation, between.gate_up.data(), rows, inner, between.activated.data());
+  }
+  const Projection* down = experts.down + (gates.projections - experts.gate_up);
+  project({down, gates.starts, gates.count}, between.activated.data(), out);
 }
 
 // To `residual`, if there is one, a row's experts that are here, in float32, rounded once.
@@ -159,26 +223,25 @@ template <typename X>
 void run(const Experts& experts, const X* x, int64_t rows, const X* residual, X* out) {
   static thread_local Memory<X> kept;
   Memory<X>& memory = kept;  // the caller's, in every thread
-  const int64_t width = experts.router.inputs, inner = experts.down->inputs, per_row = experts.per_row;
-  const int64_t assigned = rows * per_row;
+  const int64_t width = experts.router.inputs, per_row = experts.per_row, assigned = rows * per_row;
   const bool is_worth = assigned * width >= kWorthThreads;
 
   memory.numbers.resize(assigned);
   memory.shares.resize(assigned);
   route(experts, x, rows, is_worth, memory);
-  const int64_t here = sort(experts, assigned, memory);
-
-  memory.x.resize(here * width);
-  memory.gate_up.resize(here * inner * 2);
-  memory.activated.resize(here * inner);
-  memory.out.resize(here * width);
-  share_evenly(assigned, is_worth, [&](int64_t at) {
-    const int64_t place = memory.places[at];
-    if (place != kElsewhere) std::memcpy(&memory.x[place * width], x + at / per_row * width, width * sizeof(X));
-  });
-  project({experts.gate_up, memory.starts.data(), experts.held}, memory.x.data(), memory.gate_up.data());
-  gated_activation(experts.activation, memory.gate_up.data(), here, inner, memory.activated.data());
-  project({experts.down, memory.starts.data(), experts.held}, memory.activated.data(), memory.out.data());
+  memory.out.resize(sort(experts, assigned, memory) * width);
+  if (divide(memory, experts.held)) {
+    share(static_cast<int64_t>(memory.blocks.size()), 1, [&](int64_t index) {
+      static thread_local Between<X> own;
+      const Block& block = memory.blocks[index];
+      const int64_t all[] = {0, block.rows};
+      apply(experts, {experts.gate_up + block.expert, all, 1}, x, &memory.sources[block.first], own,
+            &memory.out[block.first * width]);
+    });
+  } else {
+    apply(experts, {experts.gate_up, memory.starts.data(), experts.held}, x, memory.sources.data(), memory.between,
+          memory.out.data());
+  }
   share_evenly(rows, is_worth, [&](int64_t row) {
     sum_row(memory.out.data(), &memory.places[row * per_row], &memory.shares[row * per_row], per_row, width,
             residual ? residual + row * width : nullptr, out + row * width);

@@ -172,7 +172,8 @@ class Pass {
     X* activated = scratch_.activated + part.at * widths_.activated;
     finish_attention(part);
     const X* normed = row(step_.normed, part);
-    if (step_.adapters || !legato::linear_gated(layer_.gate_up, shape_.activation, normed, part.rows, activated)) {
+    const int64_t all[] = {0, part.rows};
+    if (step_.adapters || !legato::linear_gated({&layer_.gate_up, all, 1}, shape_.activation, normed, activated)) {
       project(layer_.gate_up, normed, part.rows, nullptr, projected, soon(legato::kGateUp));
       adapt(part, legato::kGateUp, normed, projected, layer_.gate_up.outputs);
       activate(projected, part.rows, activated);

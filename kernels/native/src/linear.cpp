@@ -266,17 +266,29 @@ void compute(const Linear<T>* first, int64_t count) {
 constexpr int64_t kGatedRows = 256;  // of whose gates a panel fits into the first cache
 alignas(64) thread_local bf16 kept_gates[kTileProducts ? kGatedRows * kPanel : 1];
 
-// A projection to gates and to what they let through, as many of either, and what becomes of both, by tiles.
+// Projections to gates and to what they let through, as many of either, and what becomes of both, by tiles.
 template <__m512 (*kGated)(__m512, __m512)>
-void compute_gated(const Projection& by, const bf16* x, int64_t rows, bf16* out) {
+void compute_gated(const RowGroups& groups, const bf16* x, bf16* out) {
 #ifdef __AMX_BF16__
-  const int64_t inputs = by.inputs, width = by.outputs / 2, panels = width / kPanel;
-  const auto *weight = static_cast<const bf16*>(by.weight), *bias = static_cast<const bf16*>(by.bias);
-  const int64_t parts = (rows + kGatedRows - 1) / kGatedRows, threads = team_size();
-  const auto panel_at = [&](int64_t panel) { return weight + std::min(panel, 2 * panels - 1) * inputs * kPanel; };
-  share(parts * panels, panels_at_once(parts * panels, rows <= kTile), [&](int64_t at) {
-    const int64_t panel = at % panels, first = rows * (at / panels) / parts, stop = rows * (at / panels + 1) / parts;
-    const int64_t output = panel * kPanel;
+  static thread_local std::vector<int64_t> kept;
+  std::vector<int64_t>& ends = kept;  // the caller's, in every thread: of each group's pieces of work among all
+  const int64_t inputs = groups.projections->inputs, width = groups.projections->outputs / 2, panels = width / kPanel;
+  const int64_t threads = team_size(), *starts = groups.starts;
+  const auto parts_of = [&](int64_t i) { return (starts[i + 1] - starts[i] + kGatedRows - 1) / kGatedRows; };
+  bool few_rows = true;
+  ends.clear();
+  for (int64_t i = 0; i < groups.count; ++i) {
+    ends.push_back((ends.empty() ? 0 : ends.back()) + parts_of(i) * panels);
+    few_rows &= starts[i + 1] - starts[i] <= kTile;
+  }
+  share(ends.back(), panels_at_once(ends.back(), few_rows), [&](int64_t at) {
+    const int64_t i = std::upper_bound(ends.begin(), ends.end(), at) - ends.begin();
+    const int64_t piece = at - (i ? ends[i - 1] : 0), panel = piece % panels, part = piece / panels;
+    const int64_t rows = starts[i + 1] - starts[i], parts = parts_of(i), output = panel * kPanel;
+    const int64_t first = starts[i] + rows * part / parts, stop = starts[i] + rows * (part + 1) / parts;
+    const Projection& by = groups.projections[i];
+    const auto *weight = static_cast<const bf16*>(by.weight), *bias = static_cast<const bf16*>(by.bias);
+    const auto panel_at = [&](int64_t panel) { return weight + std::min(panel, 2 * panels - 1) * inputs * kPanel; };
     const Shapes<true> shapes(rows_of_tile(stop - first));
     const Outputs<bf16> to{nullptr, nullptr, out + first * width, width};
     const TiledRows own{x + first * inputs, stop - first, inputs};
@@ -473,13 +485,14 @@ void linear(const Product& product, const Stretches& soon, bf16) { compute_one<b
 
 void linear(const Product& product, const Stretches& soon, float) { compute_one<float>(product, soon); }
 
-bool linear_gated(const Projection& by, Activation activation, const bf16* x, int64_t rows, bf16* out) {
+bool linear_gated(const RowGroups& groups, Activation activation, const bf16* x, bf16* out) {
+  const Projection& by = *groups.projections;
   const bool by_tiles = fills_tiles<bf16>(by.inputs) && !is_thin<bf16>(by.inputs);
   if (!by_tiles || by.bits || by.outputs % (2 * kPanel)) return false;
   switch (activation) {
-    case Activation::kSilu: compute_gated<silu<bf16>>(by, x, rows, out); break;
-    case Activation::kGeluTanh: compute_gated<gelu_tanh>(by, x, rows, out); break;
-    case Activation::kSwigluoai: compute_gated<swigluoai>(by, x, rows, out); break;
+    case Activation::kSilu: compute_gated<silu<bf16>>(groups, x, out); break;
+    case Activation::kGeluTanh: compute_gated<gelu_tanh>(groups, x, out); break;
+    case Activation::kSwigluoai: compute_gated<swigluoai>(groups, x, out); break;
   }
   return true;
 }
