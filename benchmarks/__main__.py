@@ -32,7 +32,7 @@ PARTS = {
     "engine": ("benchmarks.engine.speed", 600),
     "experts": ("benchmarks.engine.experts", 900),
     "quantisation": ("benchmarks.engine.quantisation", 900),
-    "speculation": ("benchmarks.engine.speculation", 900),
+    "speculation": ("benchmarks.engine.speculation", 1800),
     "draft_model": ("benchmarks.engine.draft_model", 900),
     "cluster": ("benchmarks.serving.cluster", 600),
     "eviction": ("benchmarks.scheduling.eviction", 180),

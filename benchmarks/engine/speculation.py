@@ -45,7 +45,7 @@ from engine.text.tokenizer import Tokenizer
 NUM_THREADS = 2
 STREAMS = (1, 8, 32)
 NUM_TOKENS = 160
-LEAST_REQUESTS = 6  # where one is alone they come one after the other: one text says little of others
+LEAST_REQUESTS = 4  # where one is alone they come one after the other: one text says little of others
 EDITED_EVERY = 33
 REPEATS = 3
 
