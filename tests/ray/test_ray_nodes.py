@@ -22,7 +22,7 @@ import pytest
 from engine.text.tokenizer import Tokenizer
 from tests.ray.http_generation import complete_all, greedy_body
 from tests.ray.served_cluster import MODEL, STOP_TIMEOUT_S, is_alive, served_cluster, words_of
-from tests.support.exactness import count_near_ties, exactness_prompts, hf_reference
+from tests.support.exactness import asked_of_all, count_near_ties, exactness_prompts, hf_reference
 from tests.support.thoroughness import THOROUGH
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(1800)]
@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
     "model": {"ref": MODEL, "dtype": "float32"},
     "kv": {
         "prefill": {"block_size": 32, "memory": "256 blocks", "host_memory": 0},
-        # The device holds some 800 tokens of the 64 sequences; the ring computes the others from host memory.
+        # The device holds some 800 tokens of all sequences; the ring computes the others from host memory.
         "decode": {"block_size": 16, "memory": "150 blocks", "host_memory": "256MiB", "staging": "96MiB"},
     },
     "prefill": {"threads": 1, "chunk_tokens": 128},
@@ -65,7 +65,7 @@ def another_dashboard() -> Iterator[None]:
 
 
 def test_nodes_are_token_exact_over_tcp(tmp_path: Path, smollm2_folder: Path, host_folder: Path) -> None:
-    prompts = exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300)
+    prompts = asked_of_all(exactness_prompts(Tokenizer(smollm2_folder), long_tokens=300))
     command = [sys.executable, "-m", "cluster.deployment.local_nodes", "--nodes", "3"]
     # Serve's own proxy here, HAProxy in the other cluster: both fronts are used by the suite.
     env = {"RAY_SERVE_ENABLE_HA_PROXY": "0"}

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tests.support.thoroughness import THOROUGH
+
 NEAR_TIE = 1e-4
 LOGPROB_TOLERANCE = 1e-3
 
@@ -60,6 +62,12 @@ def exactness_prompts(tokenizer: Any, *, long_tokens: int) -> list[list[int]]:
     return prompts
 
 
+def asked_of_all(prompts: list[list[int]]) -> list[list[int]]:
+    """Those of the prompts above that a whole cluster answers at once: every second one, so some of each kind and the
+    longest; all in `make test-long`."""
+    return prompts if THOROUGH else prompts[LONGEST % 2 :: 2]
+
+
 @dataclass(frozen=True)
 class Reference:
     """What Hugging Face generates, with how sure it was at each position."""
@@ -94,7 +102,7 @@ def hf_reference(
         return key in _known and len(_known[key].token_ids) >= num_tokens
 
     if not all(map(is_known, keys)):
-        model = _oracle(folder)
+        model = hf_model(folder)
         for key, guess in zip(keys, guesses, strict=False):
             if not is_known(key) and (reference := _confirmed(model, key[1], guess, num_tokens)):
                 _known[key] = reference
@@ -108,7 +116,8 @@ def hf_reference(
 
 
 @lru_cache(maxsize=1)  # it takes seconds to load, and who asks it asks again
-def _oracle(folder: Path) -> Any:
+def hf_model(folder: Path) -> Any:
+    """Hugging Face's, in float32, to whom no token is the end."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -87,7 +87,7 @@ def test_a_changed_file_makes_no_pool_smaller_than_it_is(newcomer: ServeRun, tmp
 
 
 async def _load_until_scaled(cluster: ServedCluster, body: dict[str, Any]) -> list[Answer]:
-    """Keep eight prompts in the cluster until it wants two prefill workers, so that one is never idle. What is wanted
+    """Keep four prompts in the cluster until it wants two prefill workers, so that one is never idle. What is wanted
     comes: until it is there, one prompt after another and as much rest keep one of them half busy, which is more than
     it should be."""
     is_wanted, is_there = asyncio.Event(), asyncio.Event()
@@ -108,7 +108,7 @@ async def _load_until_scaled(cluster: ServedCluster, body: dict[str, Any]) -> li
         def wants_two() -> bool:
             return cluster.metric("legato_pool_wanted_workers", pool="prefill") == 2
 
-        senders = [asyncio.create_task(one()) for one in [send_now_and_then, *[send] * 7]]
+        senders = [asyncio.create_task(one()) for one in [send_now_and_then, *[send] * 3]]
         try:
             await asyncio.to_thread(cluster.wait_until, wants_two, "two prefill workers are wanted")
             is_wanted.set()

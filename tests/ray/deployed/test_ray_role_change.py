@@ -54,7 +54,7 @@ def prompts(smollm2_folder: Path) -> list[list[int]]:
 
 def test_a_worker_changes_its_role_and_back(cluster: ServedCluster, prompts: list[list[int]]) -> None:
     pids = {worker["pid"] for worker in cluster.workers()}
-    before, during = asyncio.run(_streams(cluster, greedy_body(MODEL, prompts[4], 200)))
+    before, during = asyncio.run(_streams(cluster, greedy_body(MODEL, prompts[4], 100)))
     assert during.error is None
     assert during.token_ids == before.token_ids
     cluster.wait_for_workers(prefill=2, decode=1)

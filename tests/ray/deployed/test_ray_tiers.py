@@ -1,6 +1,6 @@
 """A cluster whose KV fits no tier: conversations that come back, a worker that dies, a restart.
 
-A tiny random model, so that a thousand requests take a minute, of which `make test` asks a third; real processes,
+A tiny random model, so that a thousand requests take a minute, of which `make test` asks a quarter; real processes,
 shared memory and files.
 """
 
@@ -32,7 +32,7 @@ from tests.support.thoroughness import THOROUGH
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
 
 NAME = "tiny"
-NUM_CONVERSATIONS = 50 if THOROUGH else 25
+NUM_CONVERSATIONS = 50 if THOROUGH else 16
 NUM_TURNS, ROUND_TURNS = (20, 4) if THOROUGH else (12, 3)
 USER_TOKENS = 12
 ANSWER_TOKENS = 8
@@ -155,7 +155,7 @@ def test_conversations_that_fit_in_no_tier(newcomer: ServeRun, tmp_path: Path, d
     talks = conversations(tiny_folder)
     with newcomer.cluster(settings(tiny_folder, disk), tmp_path) as cluster:
         cluster.wait_for_workers(prefill=1, decode=1)
-        first = talk_to_all(cluster, talks[:10], range(NUM_TURNS))
+        first = talk_to_all(cluster, talks[: NUM_CONVERSATIONS // 5], range(NUM_TURNS))
         answers, sizes = [], [worker_bytes(cluster)]
         for turn in range(0, NUM_TURNS, ROUND_TURNS):
             answers += talk_to_all(cluster, talks, range(turn, turn + ROUND_TURNS))
