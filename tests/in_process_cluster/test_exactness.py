@@ -37,6 +37,7 @@ from tests.support.clusters.mini_requests import tokens, tokens_of
 from tests.support.clusters.one_pool import computed_elsewhere, split
 from tests.support.forked_child import fork_ranks
 from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.thoroughness import in_test_long
 from tests.support.tier_shapes import watching
 from tests.support.waiting import HANGS_S
 
@@ -350,6 +351,12 @@ CASES = {
         parts=(0.5, 0.2, 0.8),
     ),
 }
+# Of families whose KV a local engine keeps on the host (test_tier_exactness), as the llama of a cluster does below.
+IN_TEST_LONG = (
+    "norms of all heads, decoding on the host",
+    "sinks, decoding on the host",
+    "experts, decoding on the host",
+)
 Models = Callable[[Case], SmallModel]
 
 
@@ -420,7 +427,7 @@ def test_what_hugging_face_says_is_no_matter_of_the_guess(tmp_path: Path, gramma
         assert model.hugging_face(prompt, 24, grammar, guess=said) == said
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in IN_TEST_LONG), *in_test_long(*IN_TEST_LONG)])
 async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
     """Of requests together, then of the longest again, of which the prefill worker has a prefix."""
     case = CASES[name]

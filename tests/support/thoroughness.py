@@ -30,18 +30,18 @@ def in_test_long(*more: T) -> tuple[T, ...]:
     return more if THOROUGH or ON_GPU else ()
 
 
-def combined(*, indirect: Sequence[str] = (), **axes: Iterable[Any]) -> pytest.MarkDecorator:
+def combined(*, indirect: Sequence[str] = (), one_in: int = 2, **axes: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrises a test with the combinations of two or more axes: all in `make test-long` and on a GPU, else half.
 
-    As on a chessboard: with any value of one axis run every second value of each other one. The keys of an axis that is
-    a dictionary name its values. Those of `indirect` are fixtures of a module; who has one value of the last axis runs
-    together.
+    As on a chessboard: with any value of one axis run every second value of each other one; `one_in` three, every third
+    one, and a third of all. The keys of an axis that is a dictionary name its values. Those of `indirect` are fixtures
+    of a module; who has one value of the last axis runs together.
     """
     named = [axis if isinstance(axis, dict) else {str(value): value for value in axis} for axis in axes.values()]
     squares = itertools.product(*(enumerate(axis.items()) for axis in named))
     chosen = [
         pytest.param(*(value for _, (_, value) in square), id="-".join(name for _, (name, _) in square))
         for square in squares
-        if THOROUGH or ON_GPU or sum(number for number, _ in square) % 2 == 0
+        if THOROUGH or ON_GPU or sum(number for number, _ in square) % one_in == 0
     ]
     return pytest.mark.parametrize(tuple(axes), chosen, indirect=indirect, scope="module" if indirect else None)

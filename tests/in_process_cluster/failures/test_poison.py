@@ -31,6 +31,7 @@ from tests.support.clusters.mini_cluster import MiniCluster, cluster_of
 from tests.support.clusters.mini_requests import tokens_of
 from tests.support.clusters.one_pool import split
 from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.thoroughness import combined
 from tests.support.waiting import eventually
 
 Deed = Literal["raises", "breaks", "kills", "hangs"]
@@ -244,9 +245,11 @@ async def test_copies_that_were_recalled_while_their_step_failed(llama: SmallMod
         await innocents_beside_poison(cluster, llama, "breaks", "prefill", at_once=True, second_fails_after_s=0.3)
 
 
-@pytest.mark.parametrize("at_once", [False, True], ids=["one after another", "at once"])
-@pytest.mark.parametrize("phase", ["prefill", "first decode", "deep in decode"])
-@pytest.mark.parametrize("deed", ["raises", "breaks", "kills"])
+@combined(
+    deed=["raises", "breaks", "kills"],
+    phase=["prefill", "first decode", "deep in decode"],
+    at_once={"one after another": False, "at once": True},
+)
 async def test_innocent_requests_do_not_pay_for_poison(
     llama: SmallModel, deed: Deed, phase: Phase, at_once: bool
 ) -> None:

@@ -244,7 +244,7 @@ def rounds(drafter: str, place: str) -> int:
     return 2 if THOROUGH or drafter == "history" or place == "on the device" else 1
 
 
-@combined(drafter=MAKERS.keys(), place=MEMORY.keys(), model=DTYPES, indirect=["model"])
+@combined(one_in=3, drafter=MAKERS.keys(), place=MEMORY.keys(), model=DTYPES, indirect=["model"])
 def test_drafts_change_no_token_and_no_logprob(
     model: SmallModel, plain: dict[str, Answer], drafter: str, place: str
 ) -> None:
