@@ -183,13 +183,13 @@ class MiniCluster:
         await self._end(worker)
 
     async def stop(self) -> None:
-        self._patience.close()
-        await self.orchestrator.stop()
-        for worker in self.workers:
-            await self._end(worker)
-        for close in self._close_tiers:
-            await close()
-        await self.scheduler.stop()
+        with self._patience:  # to the end: until then somebody may still connect or place
+            await self.orchestrator.stop()
+            for worker in self.workers:
+                await self._end(worker)
+            for close in self._close_tiers:
+                await close()
+            await self.scheduler.stop()
 
     @staticmethod
     async def _end(worker: PrefillWorker | DecodeWorker) -> None:

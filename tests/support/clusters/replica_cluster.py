@@ -101,11 +101,11 @@ class ReplicaCluster(MiniCluster):
         await self.ready()
 
     async def stop(self) -> None:
-        self._patience.close()
-        await self.orchestrator.stop()
-        for replica in self.replicas:
-            await replica.stop(0.0)
-        await self.scheduler.stop()
+        with self._patience:  # to the end: who stops may be amid a change
+            await self.orchestrator.stop()
+            for replica in self.replicas:
+                await replica.stop(0.0)
+            await self.scheduler.stop()
 
     def update(self) -> None:
         self.models = [replica.model for replica in self.replicas]
