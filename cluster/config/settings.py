@@ -170,7 +170,7 @@ class ModelSettings(Settings):
             return template_kwargs(json.loads(json.dumps(given, allow_nan=False)), WITHOUT_DEFAULT)
         except PydanticCustomError as error:
             raise ValueError(error.message()) from error
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{error}; write texts, numbers, yes or no, lists and mappings") from error
 
     @property

@@ -186,7 +186,7 @@ def test_what_the_chat_template_is_not_told(
 def test_what_every_chat_is_told(
     shared_generator: ScriptedGenerator, tokenizer: Tokenizer, smollm2_folder: Path, tmp_path: Path
 ) -> None:
-    """`model.chat_template_kwargs` holds at every endpoint of chats, below what a request says, for that model alone."""
+    """`model.chat_template_kwargs`, at every endpoint of chats, below what a request says, for that model alone."""
     folder = with_template(tmp_path / "model", smollm2_folder)
     defaults = {"enable_thinking": False, "verbosity": "low", "numbers": [7, 2]}
     settings = {"ref": str(folder), "served_name": "told", "chat_template_kwargs": defaults}
