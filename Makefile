@@ -1,4 +1,4 @@
-# Legato from a fresh checkout: `make serve` and `make test` do all the set-up themselves.
+# Legato from a fresh checkout: `make serve` and `make test` do all the set-up themselves, each as much as it needs.
 #   make setup PYTHON=python3.12        another interpreter (3.11 to 3.13)
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu    torch without CUDA, where pip would take PyPI's
 #   make serve CONFIG=ray_configs/... PORT=8080   another cluster, another port
@@ -11,13 +11,17 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.legato-installed
+DEV_STAMP := $(VENV)/.legato-dev-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Where it is set, as in many a container, each of the hundred interpreters that the tests start compiles Legato anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup serve cluster test test-fast test-long test-clients test-operators test-wheel check bench bench-peers gpu-check clean
+.PHONY: setup setup-dev serve cluster test test-fast test-long test-clients test-operators test-wheel check bench bench-peers gpu-check clean
 
+# What serving needs, with the extra `trace` as in the images; and what checks, tests and benchmarks need, which has all of
+# that in it.
 setup: $(STAMP)
+setup-dev: $(DEV_STAMP)
 
 # torch first and alone: resolved together with the rest, a range would pick the newest release. PyPI's torch for Linux has
 # all of CUDA with it, 2 GB and more, also where there is no GPU: TORCH_INDEX names another index for it.
@@ -25,14 +29,21 @@ setup: $(STAMP)
 # rest, what is large waits until somebody imports it.
 UNUSED := /tests?/|/transformers/models/(?!auto/)|/torch/(_inductor|testing)/|/ray/(data|llm|rllib|train|tune)/
 UNUSED := $(UNUSED)|/(fontTools|mypyc?|networkx|playwright|setuptools)/
+# $(call install,EXTRA): Legato, with an extra of pyproject.toml.
+define install
+@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Legato needs Python 3.11 to 3.13, and $(PYTHON) is " + sys.version.split()[0] + "; name another one: make setup PYTHON=python3.12")'
+test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+$(PIP) install --no-compile torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+$(PIP) install --no-compile -e '.[$(1)]'
+@echo "Compiling what was installed, on all cores"
+@$(BIN)/python -m compileall -q -j 0 -x '$(UNUSED)' $(VENV)/lib >/dev/null 2>&1 || true  # some packages have templates that are no Python
+endef
 $(STAMP): pyproject.toml Makefile
-	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Legato needs Python 3.11 to 3.13, and $(PYTHON) is " + sys.version.split()[0] + "; name another one: make setup PYTHON=python3.12")'
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-compile torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(PIP) install --no-compile -e '.[dev]'
-	@echo "Compiling what was installed, on all cores"
-	@$(BIN)/python -m compileall -q -j 0 -x '$(UNUSED)' $(VENV)/lib >/dev/null 2>&1 || true  # some packages have templates that are no Python
+	$(call install,trace)
 	touch $@
+$(DEV_STAMP): pyproject.toml Makefile
+	$(call install,dev)
+	touch $(STAMP) $@
 
 serve: setup
 	$(BIN)/python -m cluster serve $(CONFIG) $(if $(PORT),--port $(PORT))
@@ -46,12 +57,12 @@ cluster: setup
 # waits for it (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 
-test: setup
+test: setup-dev
 	$(PYTEST)
 
 # The inner loop: what needs no cluster, weights, processes or interpreter. The other folders of tests/ are named for what they need.
 FAST := tests/tree tests/kernels tests/engine tests/kv_transfer tests/prefill_workers tests/decode_workers tests/cluster
-test-fast: setup
+test-fast: setup-dev
 	$(PYTEST) -q $(FAST)
 
 # All shapes in the interpreter, all models of which `make test` has some, all that is asked of Ray, and properties with
@@ -59,7 +70,7 @@ test-fast: setup
 # every run, and of long ones a part. And the C++ kernels as on lesser processors than this one.
 ROUNDS ?= 5
 EXAMPLES := hypothesis|import .*(THOROUGH|examples)
-test-long: setup
+test-long: setup-dev
 	$(PYTEST) --hypothesis-profile=random tests/interpreted \
 	  $$(grep -rlE --include='test_*.py' --exclude-dir=interpreted 'import .*(in_test_long|combined)' tests)
 	$(BIN)/python -m pytest --hypothesis-profile=random tests/ray
@@ -83,31 +94,31 @@ $(CLIENTS_STAMP): tests/clients/requirements.txt Makefile
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check --no-input install --no-deps $(INSTRUCTOR)
 	touch $@
 
-test-clients: setup $(CLIENTS_STAMP)
+test-clients: setup-dev $(CLIENTS_STAMP)
 	$(BIN)/python -m tests.clients $(CLIENTS)/bin/python $(TESTS)
 
 # What operators look at, by the programs that they look with; `make test` needs neither. On Debian, and without starting what they install as
 # services: apt-get install --no-install-recommends prometheus chromium chromium-driver nginx
-test-operators: setup
+test-operators: setup-dev
 	$(BIN)/python -m pytest -v tests/operators
 
 # Builds the wheel, installs it into a new environment, and serves from an empty folder. Port 8000 must be free.
-test-wheel: setup
+test-wheel: setup-dev
 	$(BIN)/python -m tests.ray.installed_wheel
 
-check: setup
+check: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -n 2 || { [ $$? = 2 ] && $(BIN)/mypy; } # 2: its workers did not answer, as on a busy machine
 
-bench: setup
+bench: setup-dev
 	$(BIN)/python -m benchmarks
 
 # Legato beside llama.cpp, OpenVINO, vLLM and transformers, which the first run installs under ~/.cache/legato/peers
 # (benchmarks/peers/README.md). PIECES="bf16 guidellm" measures some again and keeps the others' results;
 # PEERS="llama.cpp legato" WORK="one_stream" ROUNDS=1 leaves out more.
 bench-peers: ROUNDS =
-bench-peers: setup
+bench-peers: setup-dev
 	$(BIN)/python -m benchmarks.peers --pieces "$(PIECES)" --peers "$(PEERS)" --work "$(WORK)" $(if $(ROUNDS),--rounds $(ROUNDS))
 
 # On a machine with an NVIDIA GPU: all that waits for one (docs/gpu.md). With that machine's own Python, which has a torch

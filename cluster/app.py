@@ -310,15 +310,18 @@ def served_model(config: LegatoConfig, limits: Callable[[str], ServingLimits | N
     do together. Raises ValueError if it cannot."""
     name = config.model.name
     folder = resolve_model(config.model.ref, backend=config.model.backend, with_weights=False)
+    tokenizer = Tokenizer(folder)
+    tokenizer.require_template_reads(config.model.chat_template_kwargs)
     return ServedModel(
         name=name,
-        tokenizer=Tokenizer(folder),
+        tokenizer=tokenizer,
         pooling=CheckpointPooling.from_folder(folder),
         limits=partial(limits, name),
         tool_format=config.model.tool_format,
         reasoning_format=config.model.reasoning_format,
         adapters=_adapter_folder(config, folder),
         sampling=checkpoint_defaults(folder) if config.model.generation_config == "auto" else {},
+        chat_template_kwargs=config.model.chat_template_kwargs,
     )
 
 

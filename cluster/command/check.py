@@ -105,6 +105,10 @@ def _check_model(config: LegatoConfig, problems: list[str]) -> dict[Role, Worker
     print(_computed_by(config, folder), flush=True)
     if config.model.generation_config == "auto" and (told := told_defaults(checkpoint_defaults(folder))):
         print(told)
+    if defaults := config.model.chat_template_kwargs:
+        from engine.text.tokenizer import Tokenizer
+
+        Tokenizer(folder).require_template_reads(defaults)
     if told := told_dtype(config.model.dtype, folder):
         print(told)
     if not has_weights(folder):

@@ -27,8 +27,10 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeVar, get_type_hints
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from cluster.config.fields import BudgetField, KvMemory, KvMemoryField, OrNothing, OrOff, Settings, SizeBytes
+from cluster.http.openai.fields import WITHOUT_DEFAULT, template_kwargs
 from cluster.slo.classes import BATCH, INTERACTIVE, NO_TARGETS, SloClass, SloConfig
 from engine.text.formats import ReasoningFormatName, ToolFormatName
 from kv_transfer.tiers.config import Budget
@@ -153,6 +155,23 @@ class ModelSettings(Settings):
         description="What requests that leave `temperature`, `top_p`, `top_k`, `min_p` or `repetition_penalty` out are"
         " sampled with; `auto`: what the checkpoint's generation_config.json names; `none`: the API's own defaults.",
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description="What the chat template is told where a request does not say it, such as"
+        " `{enable_thinking: false}`; of the fields of requests `reasoning_effort` and `verbosity` as well. A request"
+        " wins, name by name.",
+    )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_template_kwargs(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Check them as those of a request, of JSON's types."""
+        try:
+            return template_kwargs(json.loads(json.dumps(given, allow_nan=False)), WITHOUT_DEFAULT)
+        except PydanticCustomError as error:
+            raise ValueError(error.message()) from error
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{error}; write texts, numbers, yes or no, lists and mappings") from error
 
     @property
     def name(self) -> str:

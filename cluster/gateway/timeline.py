@@ -34,6 +34,7 @@ import numpy as np
 
 from cluster.slo.classes import RequestTerms
 from cluster.slo.report import SloOutcome, counts_of, gap_p99
+from engine.sequence import FinishReason
 from kv_transfer.messages.requests import RequestSpec
 from kv_transfer.messages.scheduling import Placement
 
@@ -125,6 +126,7 @@ class SequenceTimeline:
         "finish_reason",
         "max_tokens",
         "num_prompt_tokens",
+        "num_tokens",
         "preemptions",
         "prefix_hashes",
         "prompt_hash",
@@ -148,7 +150,8 @@ class SequenceTimeline:
         self.sent_at: float | None = None  # its first byte
         self.ended_at: float | None = None
         self.end: SequenceEnd | None = None
-        self.finish_reason: str | None = None  # as its client was told
+        self.finish_reason: FinishReason | None = None  # a client is told of calls in place of `stop`
+        self.num_tokens = 0  # of the answer, as its client is told; once it has a finish reason
 
     # --- written by the orchestrator ---
 

@@ -140,7 +140,7 @@ def _template_variables(template: TemplateBody, asked: Asked) -> dict[str, Any]:
     for name in ("reasoning_effort", "verbosity"):
         if (value := getattr(template, name)) is not None:
             variables[name] = value
-    return variables
+    return {**asked.model.chat_template_kwargs, **variables}
 
 
 def _chat_token_ids(plain: list[Message], variables: dict[str, Any], template: TemplateBody, asked: Asked) -> list[int]:

@@ -215,14 +215,15 @@ class GenerationResponse(Answer):
         """Read one sequence into the outbox, and give back its room in flight as soon as it is over. However this ends,
         the sequence ends on every worker, too."""
         choice = self._job.choices[index]
-        stream = self._api.generator.generate(choice.spec, self._timeline.sequences[index])
+        timeline = self._timeline.sequences[index]
+        stream = self._api.generator.generate(choice.spec, timeline)
         is_over = False  # the sequence ended by itself, not by a stop string
         try:
             async for tokens in stream:
                 for number, event in enumerate(tokens, 1):
                     delta = choice.append(event)
                     if delta.finish_reason is not None:
-                        self._timeline.sequences[index].finish_reason = delta.finish_reason
+                        timeline.finish_reason, timeline.num_tokens = delta.finish_reason, delta.num_tokens
                         choice.skip(tokens[number:])
                         leave()
                     outbox.add(index, delta)

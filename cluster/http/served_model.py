@@ -27,7 +27,8 @@ NO_WORKER: Final = "No decode worker is there: none has come up yet, or all are 
 class ServedModel:
     """`name`: what clients write into `model`, and what its workers say that they have. `limits`: what these can do
     together; it returns None while none is known. `adapters` None: it is served without any. `sampling`: fields of
-    `SamplingParams` for requests that leave them out."""
+    `SamplingParams` for requests that leave them out; `chat_template_kwargs`: what the chat template is told where a
+    request does not say it."""
 
     name: str
     tokenizer: Tokenizer
@@ -37,6 +38,7 @@ class ServedModel:
     reasoning_format: InitVar[ReasoningFormatName] = "auto"
     adapters: AdapterFolder | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     formats: OutputFormats = field(init=False)
     grammars: Grammars = field(init=False)
 

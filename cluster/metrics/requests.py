@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from cluster.gateway.request_state import TERMINAL, AttemptEnd, RequestRun, RequestState
 from cluster.gateway.timeline import RequestTimeline
+from engine.sequence import FinishReason
 
 _TTFT_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 60)
 _TPOT_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
@@ -27,6 +28,7 @@ _HANDOFF_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.
 _ERROR: Final = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 1, 2, 5)
 _CAUSES: Final = [cause for literal in get_args(AttemptEnd) for cause in get_args(literal)]
 _E2E_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+_TOKENS: Final = (1, 4, *(2**n for n in range(4, 19)), 2**20)
 
 
 class Metrics:
@@ -44,6 +46,26 @@ class Metrics:
             registry=r,
         )
         self._generated_tokens = Counter("legato_generated_tokens", "Output tokens generated", registry=r)
+        self._finished = Counter(
+            "legato_finished_sequences",
+            "Choices that were generated to their end, by why they ended",
+            ["finish_reason"],
+            registry=r,
+        )
+        for reason in get_args(FinishReason):  # there from the start: what begins at 1 is no increase
+            self._finished.labels(reason)
+        self._prompt_length = Histogram(
+            "legato_sequence_prompt_tokens",
+            "Prompt tokens of a choice that was generated to its end",
+            buckets=_TOKENS,
+            registry=r,
+        )
+        self._answer_length = Histogram(
+            "legato_sequence_generated_tokens",
+            "Output tokens of a choice that was generated to its end",
+            buckets=_TOKENS,
+            registry=r,
+        )
         self._ttft = Histogram(
             "legato_time_to_first_token_seconds",
             "From a request's arrival until the first byte of its answer was sent",
@@ -122,6 +144,11 @@ class Metrics:
             self._gap.observe(gap_s)
         for handoff_s in timeline.handoffs_s:
             self._handoff.observe(handoff_s)
+        for sequence in timeline.sequences:
+            if sequence.finish_reason is not None:
+                self._finished.labels(sequence.finish_reason).inc()
+                self._prompt_length.observe(sequence.num_prompt_tokens)
+                self._answer_length.observe(sequence.num_tokens)
 
 
 class RunMetrics(Collector):

@@ -209,6 +209,18 @@ class Tokenizer:
         templates = self.chat_template, self.tools_template
         return any(re.search(rf"\b{re.escape(name)}\b", template) for template in templates)
 
+    def require_template_reads(self, defaults: Iterable[str]) -> None:
+        """Check the names of what a chat template is to be told of every chat. Raises ValueError, with advice, for one
+        that it does not read, and for one that the model sets."""
+        for name in defaults:
+            if name in self._special_tokens:
+                why = f"the chat template gets {name} from the model"
+            elif not self.template_reads(name):
+                why = f"this model has no chat template that reads {name}, so it would change nothing"
+            else:
+                continue
+            raise ValueError(f"{why}; leave it out of model.chat_template_kwargs")
+
     def apply_chat_template(
         self,
         messages: Sequence[Message],

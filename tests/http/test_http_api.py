@@ -681,6 +681,42 @@ def test_metrics_count_outcomes(tokenizer: Tokenizer) -> None:
             "legato_time_to_first_token_seconds_count 2.0",
             "legato_ttft_prediction_error_count 2.0",
             "legato_time_per_output_token_seconds_count 2.0",
+            'legato_finished_sequences_total{finish_reason="length"} 1.0',
+            'legato_finished_sequences_total{finish_reason="stop"} 1.0',
+            "legato_sequence_prompt_tokens_count 2.0",
+            "legato_sequence_generated_tokens_sum 6.0",
+            'legato_sequence_generated_tokens_bucket{le="1.0"} 0.0',
+            'legato_sequence_generated_tokens_bucket{le="4.0"} 2.0',
         }
         # An answer's end may be counted just after its client has read it.
         wait_until(lambda: not expected - set(target.http.get("/metrics").text.splitlines()), what=f"{expected}")
+
+
+def test_metrics_count_choices_that_end(tokenizer: Tokenizer) -> None:
+    """Each choice with its prompt, and up to the stop text, behind which tokens had come, too. No others: neither what
+    failed amid its answer, nor vectors."""
+    generator = ScriptedGenerator(tokenizer)
+    with running_server(generator, tokenizer) as target:
+        begun = set(target.http.get("/metrics").text.splitlines())
+        assert 'legato_finished_sequences_total{finish_reason="stop"} 0.0' in begun
+        generator.script = Script(reply="one two three four five", burst=8)
+        usage = target.complete(n=2, stop=" three").usage
+        assert usage.completion_tokens == 6
+        target.http.post("/v1/embeddings", json={"model": MODEL, "input": ["x", "y"]}).raise_for_status()
+        generator.script = Script(fail_after=2, error=FailedError("Broken."))
+        target.http.post("/v1/completions", json=SHORT | {"stream": True})
+        expected = {
+            'legato_requests_total{endpoint="/v1/completions",outcome="finished"} 1.0',
+            'legato_requests_total{endpoint="/v1/completions",outcome="generation_failed"} 1.0',
+            'legato_requests_total{endpoint="/v1/embeddings",outcome="finished"} 1.0',
+        }
+        wait_until(lambda: not expected - set(target.http.get("/metrics").text.splitlines()), what=f"{expected}")
+        told = set(target.http.get("/metrics").text.splitlines())
+        assert told >= {
+            'legato_finished_sequences_total{finish_reason="stop"} 2.0',
+            'legato_finished_sequences_total{finish_reason="length"} 0.0',
+            "legato_sequence_prompt_tokens_count 2.0",
+            f"legato_sequence_prompt_tokens_sum {2 * usage.prompt_tokens:.1f}",
+            "legato_sequence_generated_tokens_count 2.0",
+            "legato_sequence_generated_tokens_sum 6.0",
+        }

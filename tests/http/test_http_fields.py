@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import openai
 import pydantic
 import pytest
 
+from cluster.__main__ import main
+from cluster.app import served_model
+from cluster.config.settings import LegatoConfig
 from engine.text.tokenizer import Tokenizer
-from tests.support.http_server import MODEL
+from tests.cluster.config.test_config import served
+from tests.support.http_server import MODEL, running_server
 from tests.support.openai_conformance import MESSAGES, Target
 from tests.support.scripted_generator import MAX_MODEL_LEN, Script, ScriptedGenerator
 from tests.support.waiting import wait_until
@@ -40,11 +45,16 @@ TEMPLATE = """
 @pytest.fixture(scope="module")
 def tokenizer(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """SmolLM2's, with a template that reads more than its own."""
-    folder = tmp_path_factory.mktemp("model")
-    for path in smollm2_folder.glob("*.json"):
+    return Tokenizer(with_template(tmp_path_factory.mktemp("model"), smollm2_folder))
+
+
+def with_template(folder: Path, source: Path) -> Path:
+    """A model as a gateway needs one, with TEMPLATE in place of its own."""
+    folder.mkdir(exist_ok=True)
+    for path in source.glob("*.json"):
         shutil.copy(path, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return Tokenizer(folder)
+    return folder
 
 
 @pytest.fixture
@@ -66,6 +76,8 @@ def refused(target: Target, path: str = "/v1/chat/completions", **fields: Any) -
     assert error["message"].endswith(".") and len(error["message"]) < 1_000
     return error
 
+
+CHAT: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 2}
 
 # What a chat template is told.
 
@@ -169,6 +181,77 @@ def test_what_the_chat_template_is_not_told(
         error = refused(target, path, **fields)
         assert error["param"] == param and says in error["message"], error
     assert not generator.requests
+
+
+def test_what_every_chat_is_told(
+    shared_generator: ScriptedGenerator, tokenizer: Tokenizer, smollm2_folder: Path, tmp_path: Path
+) -> None:
+    """`model.chat_template_kwargs`, at every endpoint of chats, below what a request says, for that model alone."""
+    folder = with_template(tmp_path / "model", smollm2_folder)
+    defaults = {"enable_thinking": False, "verbosity": "low", "numbers": [7, 2]}
+    settings = {"ref": str(folder), "served_name": "told", "chat_template_kwargs": defaults}
+    told = served_model(LegatoConfig.model_validate({"model": settings}), shared_generator.limits)
+    with running_server(shared_generator, tokenizer, others=[told], storage=tmp_path / "storage") as target:
+
+        def prompt(path: str, **fields: Any) -> str:
+            """What is generated from, up to the first message."""
+            shared_generator.requests.clear()
+            asked = {"input": "x", "max_output_tokens": 2} if path == "/v1/responses" else CHAT
+            target.http.post(path, json={"model": "told", **asked, **fields}).raise_for_status()
+            (request,) = shared_generator.requests
+            whole = tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+            return whole.partition("<|im_start|>")[0]
+
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+            assert prompt(path) == "verbosity low;no thoughts;3"
+        chat = partial(prompt, "/v1/chat/completions")
+        assert chat(chat_template_kwargs={"enable_thinking": True}) == "verbosity low;3"
+        assert chat(chat_template_kwargs={"numbers": [9, 2]}, verbosity="high") == "verbosity high;no thoughts;4"
+        assert chat(reasoning_effort="high") == "effort high;verbosity low;no thoughts;3"
+        assert prompt("/v1/messages", thinking={"type": "adaptive"}) == "verbosity low;3"
+        assert prompt("/v1/chat/completions", model=MODEL) == ""
+        tokens = target.http.post("/tokenize", json={"model": "told", "messages": MESSAGES}).json()["tokens"]
+        assert tokenizer.decode(tokens, skip_special_tokens=False).startswith("verbosity low;no thoughts;3<|im_start|>")
+
+
+def test_a_request_for_no_effort_wins_over_a_default(
+    shared_generator: ScriptedGenerator, tokenizer: Tokenizer, smollm2_folder: Path, tmp_path: Path
+) -> None:
+    folder = with_template(tmp_path / "model", smollm2_folder)
+    settings = {"ref": str(folder), "served_name": "told", "chat_template_kwargs": {"enable_thinking": True}}
+    told = served_model(LegatoConfig.model_validate({"model": settings}), shared_generator.limits)
+    with running_server(shared_generator, tokenizer, others=[told]) as target:
+        asked = {"model": "told", "messages": MESSAGES, "reasoning_effort": "none", "return_token_strs": True}
+        tokens = target.http.post("/tokenize", json=asked).json()["tokens"]
+    assert tokenizer.decode(tokens, skip_special_tokens=False).startswith("effort none;no thoughts;<|im_start|>")
+
+
+@pytest.mark.parametrize(
+    ("defaults", "says"),
+    [
+        ({"enable_thinkng": False}, "no chat template that reads enable_thinkng, so it would change nothing"),
+        ({"bos_token": "x"}, "the chat template gets bos_token from the model"),
+    ],
+)
+def test_a_default_that_no_chat_could_have(
+    shared_generator: ScriptedGenerator,
+    smollm2_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    defaults: dict[str, Any],
+    says: str,
+) -> None:
+    """A gateway refuses it when it starts, and `legato check` before."""
+    folder = with_template(tmp_path / "model", smollm2_folder)
+    settings = {"ref": str(folder), "chat_template_kwargs": defaults}
+    with pytest.raises(ValueError, match=f"{says}; leave it out of model.chat_template_kwargs"):
+        served_model(LegatoConfig.model_validate({"model": settings}), shared_generator.limits)
+    path = tmp_path / "served.yaml"
+    path.write_text(served({"model": settings}))
+    monkeypatch.setattr("sys.argv", ["legato", "check", str(path)])
+    assert main() == 1
+    assert f"{says}; leave it out of model.chat_template_kwargs" in capsys.readouterr().err
 
 
 def test_templates_are_of_chats(target: Target) -> None:

@@ -292,6 +292,17 @@ def test_endpoints_are_listed() -> None:
     assert {name for name in made - told if not re.search("/v1/(files|batches)", name)} == set()
 
 
+def test_what_of_vllm_is_told_to_be_absent_is() -> None:
+    text = (ROOT / "docs/guide/http-api.md").read_text(encoding="utf-8")
+    (fields,) = re.findall(r"Of vLLM's fields these are unknown, .*?; in chats also", text, flags=re.DOTALL)
+    unknown = set(re.findall(r"`([a-z_]+)`(?! \(but)", fields))
+    assert len(unknown) > 15 and not unknown & (ChatBody.model_fields.keys() | CompletionBody.model_fields.keys())
+    (endpoints,) = re.findall(r"^Of vLLM's endpoints these are absent, .*?\n\n", text, flags=re.DOTALL | re.MULTILINE)
+    absent = set(re.findall(r"`(/[\w/]+)[*`]", endpoints))
+    made = {route.path for module in MODULES for route in module.router.routes if isinstance(route, APIRoute)}
+    assert len(absent) > 10 and not [path for path in made if path in absent or path.startswith("/v1/audio/")]
+
+
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody, ChatMessage, StreamOptions])
 def test_fields_of_requests_are_listed(body: type[BaseModel]) -> None:
     assert set(body.model_fields) - _words_in_backticks(ROOT / "docs/guide/http-api.md") == set()

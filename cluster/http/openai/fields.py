@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -34,6 +34,8 @@ SERVER_VARIABLES: Final = frozenset(
     {"messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt"}
     | {"continue_final_message", "return_assistant_tokens_mask", "reasoning_effort", "verbosity"}
 )
+# Those of them that a model cannot be set to tell its template where a request does not.
+WITHOUT_DEFAULT: Final = SERVER_VARIABLES - {"reasoning_effort", "verbosity"}
 
 Prompt = str | list[int]
 
@@ -124,7 +126,13 @@ def _text_of(part: object, index: int) -> str:
 
 
 def parse_template_kwargs(value: object) -> dict[str, Any]:
-    """Check what a chat template is told besides the messages: names with JSON values, which must be few and small."""
+    """Check what a request has its chat template told besides the messages."""
+    return template_kwargs(value, SERVER_VARIABLES)
+
+
+def template_kwargs(value: object, taken: Collection[str]) -> dict[str, Any]:
+    """Check what a chat template is told besides the messages: names, none of them `taken`, with JSON values, which
+    must be few and small."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -132,7 +140,7 @@ def parse_template_kwargs(value: object) -> dict[str, Any]:
     for name in value:
         if not (name.isascii() and name.isidentifier()) or name.startswith("_") or len(name) > 64:
             raise field_error("invalid_value", f"{name[:40]!r} is no name of a template's variable")
-        if name in SERVER_VARIABLES:
+        if name in taken:
             raise field_error(
                 "invalid_value", f"{name!r} is not told in this way; if there is a field of this name, use it"
             )

@@ -9,6 +9,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import date
 from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
@@ -157,6 +158,14 @@ def test_defaults_are_valid_and_frozen() -> None:
         config.model.ref = "other"  # type: ignore[misc]
 
 
+def test_what_every_chat_is_told() -> None:
+    """Also what requests have fields of their own for; and it survives Ray, and being written down."""
+    told = {"enable_thinking": False, "reasoning_effort": "low", "verbosity": "high", "styles": ["a", 1, None]}
+    config = load_config({"model": {"chat_template_kwargs": told}})
+    assert config.model.chat_template_kwargs == told and load_config({}).model.chat_template_kwargs == {}
+    assert pickle.loads(pickle.dumps(config)) == load_config(config.model_dump()) == config
+
+
 def test_a_model_in_one_word_is_its_ref() -> None:
     """`serve run cluster.app:build model=NAME`"""
     assert load_config({"model": "gemma3-270m"}) == load_config({"model": {"ref": "gemma3-270m"}})
@@ -221,6 +230,20 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         ),
         ({"prefill": {"tensor_parallel": 2, "expert_parallel": "yes"}}, ("prefill.expert_parallel", "boolean")),
         ({"model": {"dtype": "float64"}}, ("model.dtype", "float32", "bfloat16")),
+        (
+            {"model": {"chat_template_kwargs": {"tools": []}}},
+            ("model.chat_template_kwargs: 'tools' is not told in this way",),
+        ),
+        ({"model": {"chat_template_kwargs": {"numbers": [0] * 257}}}, ("model.chat_template_kwargs", "256 values")),
+        (
+            {"model": {"chat_template_kwargs": {"today": date(2026, 1, 1)}}},
+            ("model.chat_template_kwargs: Object of type date is not JSON", "write texts, numbers"),
+        ),
+        (
+            {"model": {"chat_template_kwargs": {"size": float("nan")}}},
+            ("model.chat_template_kwargs: Out of range float",),
+        ),
+        ({"model": {"chat_template_kwargs": ["a"]}}, ("model.chat_template_kwargs: write a mapping",)),
         ({"kv": {"decode": {"memory": "2 GB"}}}, ("kv.decode.memory", "2GiB", "4096 blocks")),
         ({"kv": {"decode": {"memory": 0}}}, ("kv.decode.memory", "larger than nothing")),
         ({"gateway": {"max_body_bytes": "much"}}, ("gateway.max_body_bytes", "512MiB")),

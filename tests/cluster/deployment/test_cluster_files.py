@@ -7,9 +7,11 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -365,13 +367,67 @@ def test_the_image_is_made_of_what_the_wheel_is_made_of() -> None:
 def test_torch_is_installed_first_from_where_it_is_told(index: str) -> None:
     """Without TORCH_INDEX from where pip is told; what follows it never."""
     quiet = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "TORCH_INDEX"))}
-    command = ["make", "--dry-run", "--always-make", "setup", *([f"TORCH_INDEX={index}"] if index else [])]
-    said = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=True).stdout
-    first, then = [line.split(" install ")[1].split() for line in said.splitlines() if " install " in line]
-    assert first == ["--no-compile", "torch==2.13.0", *(["--index-url", index] if index else [])]
-    assert then == ["--no-compile", "-e", "'.[dev]'"]
+    for target, extra in (("setup", "trace"), ("setup-dev", "dev")):
+        command = ["make", "--dry-run", "--always-make", target, *([f"TORCH_INDEX={index}"] if index else [])]
+        said = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=True).stdout
+        first, then = [line.split(" install ")[1].split() for line in said.splitlines() if " install " in line]
+        assert first == ["--no-compile", "torch==2.13.0", *(["--index-url", index] if index else [])]
+        assert then == ["--no-compile", "-e", f"'.[{extra}]'"]
     if index:
         assert f"TORCH_INDEX={index}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+_STUB = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$LOG"
+if [ "$1 $2" = "-m venv" ]; then
+    mkdir -p "$3/bin"
+    for name in python pip ruff mypy; do ln -s "$0" "$3/bin/$name"; done
+fi
+"""
+
+
+@pytest.fixture
+def fresh_make(tmp_path: Path) -> Callable[..., list[list[str]]]:
+    """Runs `make` with these targets in a fresh checkout, of which it has the Makefile, with a Python that does nothing
+    but to say what it was asked. Returns what pip was to install."""
+    (tmp_path / "clone").mkdir()
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copyfile(ROOT / name, tmp_path / "clone" / name)
+    python, log = tmp_path / "python", tmp_path / "log"
+    python.write_text(_STUB)
+    python.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "TORCH_INDEX"))}
+
+    def run(*targets: str) -> list[list[str]]:
+        log.write_text("")
+        subprocess.run(
+            ["make", f"PYTHON={python}", *targets],
+            cwd=tmp_path / "clone",
+            env={**environment, "LOG": str(log)},
+            capture_output=True,
+            check=True,
+        )
+        said = log.read_text().splitlines()
+        assert any(line.startswith(("python -m cluster serve", "python -m pytest", "ruff check")) for line in said)
+        return [line.partition(" install ")[2].split() for line in said if " install " in line]
+
+    return run
+
+
+TORCH, SERVING, ALL = (["--no-compile", *what] for what in (["torch==2.13.0"], ["-e", ".[trace]"], ["-e", ".[dev]"]))
+
+
+def test_serving_installs_no_tools(fresh_make: Callable[..., list[list[str]]]) -> None:
+    """They come when they are asked for; and nothing is installed twice."""
+    assert fresh_make("serve") == [TORCH, SERVING]
+    assert fresh_make("serve") == []
+    assert fresh_make("test-fast") == [TORCH, ALL]
+    assert fresh_make("check", "test", "serve") == []
+
+
+def test_checks_and_tests_install_all_at_once(fresh_make: Callable[..., list[list[str]]]) -> None:
+    assert fresh_make("check", "test") == [TORCH, ALL]
+    assert fresh_make("test", "serve") == []
 
 
 def test_ray_takes_the_cluster() -> None:
