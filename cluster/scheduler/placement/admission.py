@@ -301,7 +301,9 @@ class Admission:
         if query.has_targets:
             free_at = self._ledger.table.free_at(decision.best.computing)
             retry_at = self._calendar.reserve(
-                *(query.question, retry_at, self._work_s(decision), free_at, now), told_apart=query.has_name
+                *(query.question, retry_at, self._work_s(decision), free_at, now),
+                told_apart=query.has_name,
+                num_workers=self._ledger.table.num_taking,
             )
         return Verdict.rejected(decision, retry_at - now)
 

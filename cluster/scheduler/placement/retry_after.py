@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Final
 
 MIN_RETRY_AFTER_S: Final = 1.0  # nobody is asked to come back sooner
@@ -36,6 +36,7 @@ RETURN_SMOOTHING: Final = 0.1
 # these are refused for it, and the longest most of all (decision 0022).
 CALENDAR_SHARE: Final = 0.15
 BUCKET_S: Final = 1.0  # of the calendar
+RUN: Final = 64  # buckets that are passed over at once where all are full
 CONTENTION_S: Final = 1.0  # between two rejections, at most: what is placed then is what there is room for
 PACE_OVER_S: Final = 20.0  # of contention, over which the pace is smoothed
 ASSUMED_PACE_S: Final = 5.0  # of contention: so much weight has the assumption that each worker does 1 s a second
@@ -74,13 +75,15 @@ class RetryAfterCalendar:
         free_at: Sequence[float],
         now: float,
         told_apart: bool = True,
+        num_workers: int | None = None,
     ) -> float:
         """When to come back: not before `earliest`, and not when the work of others fills the time. `work_s`: of a
         worker's time; `free_at`: by worker that does such work, when the prompts that it has are computed,
-        the first one first; `told_apart`: the key names what is asked."""
+        the first one first; `told_apart`: the key names what is asked; `num_workers`: that work is placed on, of
+        whatever kind; None: those of `free_at` are all."""
         self._forget(now)
         self._work.forget(now)
-        self._pace.turned_away(now)
+        self._pace.turned_away(now, len(free_at) if num_workers is None else num_workers)
         latest = now + MAX_RETRY_AFTER_S
         earliest = min(earliest, latest)
         expected_at = self._until.get(key)
@@ -157,23 +160,30 @@ class RetryAfterCalendar:
 
 
 class PlacementPace:
-    """Seconds of work that are placed per second while others have to be turned away."""
+    """Seconds of work that are placed per second while others have to be turned away. Of the pace that workers had who
+    have left since, their part is gone with them, and comes back with those that take their places."""
 
     def __init__(self) -> None:
         self._work_s = 0.0
         self._contended_s = 0.0
         self._since_s = 0.0  # of work, placed since somebody was turned away
         self._turned_away_at = float("-inf")
+        self._num_workers = 0
 
     def placed(self, work_s: float) -> None:
         self._since_s += work_s
 
-    def turned_away(self, now: float) -> None:
+    def turned_away(self, now: float, num_workers: int) -> None:
+        """Somebody was, by so many workers."""
         passed_s = now - self._turned_away_at
         if passed_s <= CONTENTION_S:
             kept = math.exp(-passed_s / PACE_OVER_S)
             self._work_s = kept * self._work_s + self._since_s
             self._contended_s = kept * self._contended_s + passed_s
+        num_workers = max(1, num_workers)
+        if self._num_workers:
+            self._work_s *= num_workers / self._num_workers
+        self._num_workers = num_workers
         self._since_s, self._turned_away_at = 0.0, now
 
     def per_s(self, num_workers: int) -> float:
@@ -189,29 +199,64 @@ class ReservedWork:
 
     def __init__(self) -> None:
         self.taken_s: dict[int, float] = {}  # by bucket of time
+        self._least_s: dict[int, float] = {}  # by run of buckets: in each of it at least so much is taken
+        self._first = 0  # of the buckets that are not past
 
     def reserve(
         self, earliest: float, work_s: float, per_s: float, free_at: Sequence[float], latest: float = math.inf
     ) -> float:
         """The first moment from `earliest` on with room, which is taken then; `latest` where there is none before.
         `per_s`: of room, once all workers are free; `free_at`: when each is, the first one first."""
-        bucket = int(earliest // BUCKET_S)
-        while self._taken(bucket) >= (room_s := _room_s(bucket, per_s, free_at)):
-            bucket += 1
-            if bucket * BUCKET_S >= latest:
-                return latest
+        found = self._with_room(int(earliest // BUCKET_S), per_s, free_at, latest)
+        if found is None:
+            return latest
+        bucket, room_s = found
         at = min(latest, max(earliest, BUCKET_S * (bucket + self._taken(bucket) / room_s)))
-        while work_s > 0.0 and bucket * BUCKET_S < latest:
-            more_s = min(work_s, max(0.0, _room_s(bucket, per_s, free_at) - self._taken(bucket)))
+        while found is not None:
+            bucket, room_s = found
+            more_s = min(work_s, room_s - self._taken(bucket))
             self.taken_s[bucket] = self._taken(bucket) + more_s
             work_s -= more_s
-            bucket += 1
+            found = self._with_room(bucket + 1, per_s, free_at, latest) if work_s > 0.0 else None
         return at
 
     def forget(self, now: float) -> None:
         """What was reserved for the past."""
-        for bucket in [bucket for bucket in self.taken_s if (bucket + 1) * BUCKET_S < now]:
-            del self.taken_s[bucket]
+        first = math.ceil(now / BUCKET_S) - 1
+        if first <= self._first:
+            return
+        if first - self._first < len(self.taken_s):
+            past: Iterable[int] = range(self._first, first)
+        else:
+            past = [bucket for bucket in self.taken_s if bucket < first]
+        for bucket in past:
+            self.taken_s.pop(bucket, None)
+        self._least_s = {run: least_s for run, least_s in self._least_s.items() if (run + 1) * RUN > first}
+        self._first = first
+
+    def _with_room(
+        self, bucket: int, per_s: float, free_at: Sequence[float], latest: float
+    ) -> tuple[int, float] | None:
+        """The first bucket from this one on that has room, and how much it has, taken or not; None: none has before
+        `latest`. Runs that are known to be full are passed over: a calendar may be full for an hour."""
+        least_s = math.inf  # taken in those of the run that were looked at, if all were
+        while bucket * BUCKET_S < latest:
+            run, place = divmod(bucket, RUN)
+            if place == 0:
+                least_s = math.inf
+                if self._least_s.get(run, 0.0) >= _room_s(bucket + RUN - 1, per_s, free_at):  # the most of any in it
+                    bucket += RUN
+                    continue
+            elif least_s == math.inf:
+                least_s = 0.0  # its first ones were not looked at
+            taken_s, room_s = self._taken(bucket), _room_s(bucket, per_s, free_at)
+            if taken_s < room_s:
+                return bucket, room_s
+            least_s = min(least_s, taken_s)
+            bucket += 1
+            if place == RUN - 1 and least_s > 0.0:
+                self._least_s[run] = least_s
+        return None
 
     def _taken(self, bucket: int) -> float:
         return self.taken_s.get(bucket, 0.0)

@@ -139,6 +139,11 @@ class WorkerTable:
         free_at: list[float] = np.sort(self.facts[Fact.DRAINED_AT, pool][takes]).tolist()
         return free_at
 
+    @property
+    def num_taking(self) -> int:
+        """The number of workers that take requests."""
+        return int(np.count_nonzero(self.facts[Fact.DRAINING, : len(self)] == 0.0))
+
     def add(self, info: WorkerInfo, now: float) -> None:
         key = (info.role == "decode", info.worker_id)
         row, end = bisect_left(self._order, key), len(self)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.scheduler.placement import retry_after
 from cluster.scheduler.placement.retry_after import (
     MAX_RETRY_AFTER_S,
     PlacementPace,
@@ -90,6 +93,53 @@ def test_nobody_is_told_of_a_time_beyond_an_hour_nor_is_any_work_kept_there(
         assert len(calendar._work.taken_s) <= MAX_RETRY_AFTER_S + 2
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0.0, 400.0),
+            st.sampled_from([0.3, 7.0, 150.0]),
+            st.sampled_from([0.5, 1.0, 2.0]),
+            st.lists(st.floats(0.0, 200.0), min_size=1, max_size=3).map(sorted),
+        ),
+        max_size=25,
+    )
+)
+def test_runs_that_are_passed_over_have_no_room(asked: list[tuple[float, float, float, list[float]]]) -> None:
+    """As if each second were looked at, also where the pace or the workers change."""
+    calendar, latest = ReservedWork(), 500.0
+    for earliest, work_s, per_s, free_at in asked:
+        taken_s = dict(calendar.taken_s)
+        rooms = {
+            second: per_s * max(1, sum(free <= second + 1 for free in free_at)) / len(free_at)
+            for second in range(int(earliest), int(latest))
+        }
+        first = next((second for second, room_s in rooms.items() if taken_s.get(second, 0.0) < room_s), None)
+        at = calendar.reserve(earliest, work_s, per_s, free_at, latest)
+        assert at == (latest if first is None else max(earliest, first + taken_s.get(first, 0.0) / rooms[first]))
+        left_s = sum(max(0.0, room_s - taken_s.get(second, 0.0)) for second, room_s in rooms.items())
+        assert sum(calendar.taken_s.values()) == pytest.approx(sum(taken_s.values()) + min(work_s, left_s))
+
+
+def test_a_calendar_that_is_full_for_an_hour_is_not_looked_through_second_by_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It took most of the 2 ms that a decision may take."""
+    seconds: list[int] = []
+
+    def room_s(bucket: int, per_s: float, free_at: Sequence[float]) -> float:
+        seconds.append(bucket)
+        return per_s
+
+    monkeypatch.setattr(retry_after, "_room_s", room_s)
+    calendar = ReservedWork()
+    calendar.reserve(10.5, 1e6, 1.0, _FREE, 3610.5)
+    for _ in range(3):
+        seconds.clear()
+        assert calendar.reserve(10.5, 1.0, 1.0, _FREE, 3610.5) == 3610.5
+    assert len(seconds) < 3 * retry_after.RUN
+    assert calendar.reserve(10.5, 1.0, 2.0, _FREE, 3610.5) == 10.5, "the pace has doubled"
+
+
 # --- the pace ---
 
 
@@ -98,7 +148,7 @@ def test_work_is_reserved_as_fast_as_it_is_placed_under_overload() -> None:
     assert pace.per_s(8) == 8.0, "before anything is known"
     for step in range(1000):
         pace.placed(0.3)
-        pace.turned_away(step / 10)
+        pace.turned_away(step / 10, 8)
     assert pace.per_s(8) == pytest.approx(4.0, rel=0.02), "3 of 20 seconds' contention, 8 of five"
 
 
@@ -106,8 +156,20 @@ def test_what_is_placed_while_there_is_room_for_all_says_nothing() -> None:
     pace = PlacementPace()
     for step in range(100):
         pace.placed(0.01)
-        pace.turned_away(10.0 * step)
+        pace.turned_away(10.0 * step, 8)
     assert pace.per_s(8) == 8.0
+
+
+def test_the_pace_of_workers_that_have_left_is_gone_with_them() -> None:
+    pace = PlacementPace()
+    for step in range(1000):
+        pace.placed(0.4)
+        pace.turned_away(step / 10, 8)
+    assert pace.per_s(8) == pytest.approx(4.8, rel=0.02), "4 of 20 seconds' contention, 8 of five"
+    pace.turned_away(100.0, 2)
+    assert pace.per_s(2) == pytest.approx(1.2, rel=0.02), "of a quarter of them a quarter"
+    pace.turned_away(100.1, 8)
+    assert pace.per_s(8) == pytest.approx(4.8, rel=0.02), "and they are replaced"
 
 
 # --- clients ---
