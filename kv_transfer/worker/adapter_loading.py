@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Final
 
 from engine.model.adapters import AdapterPool, AdapterSlot, Need
 from engine.sequence import Sequence
@@ -18,6 +19,10 @@ from kv_transfer.connections.event_loops import DeadlineTimer
 from kv_transfer.messages.requests import AdapterRef
 
 logger = logging.getLogger(__name__)
+
+LOAD_ENDS_S: Final = 2.0
+"""How long a worker that stops waits for the adapter that it reads. Most take a tenth of that; one on a server of files
+that does not answer takes for ever, and nobody needs it any more."""
 
 
 class AdapterLoading:
@@ -116,8 +121,9 @@ class AdapterLoading:
             self._timer = DeadlineTimer(self.retry)
         self._timer.arm(min(deadlines.values(), default=None))
 
-    async def close(self) -> None:
-        """Close: nobody is called back any more, and nothing else is loaded."""
+    async def close(self, within_s: float | None = None) -> None:
+        """Close: nobody is called back any more, and nothing else is loaded. Returns when nothing is being read any
+        more, or after `within_s`: then that thread ends with the process."""
         self._on_loaded, self._on_failed = lambda: None, lambda slot, reason: None
         if self._pool is not None:
             self._pool.on_open = lambda: None
@@ -125,7 +131,9 @@ class AdapterLoading:
         if self._timer is not None:
             self._timer.stop()
         if self._task is not None:
-            await self._task
+            _, unread = await asyncio.wait([self._task], timeout=within_s)
+            if unread:
+                logger.warning("An adapter is being read for %.0f s: left", time.monotonic() - self._load_began)
 
     async def _load(self, pool: AdapterPool, slot: AdapterSlot) -> None:
         try:

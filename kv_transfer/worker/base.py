@@ -39,7 +39,7 @@ from kv_transfer.tiers.base import tier_blocks
 from kv_transfer.tiers.block_events import BlockEventLog
 from kv_transfer.tiers.prefix_tiers import PrefixTiers
 from kv_transfer.transports.base import Identity, Transport
-from kv_transfer.worker.adapter_loading import AdapterLoading
+from kv_transfer.worker.adapter_loading import LOAD_ENDS_S, AdapterLoading
 from kv_transfer.worker.cost_report import cost_report
 from kv_transfer.worker.port import GatewayId, GatewayPort, Registration, warn_of_order
 from kv_transfer.worker.prefix_loading import PrefixLoading
@@ -278,7 +278,8 @@ class Worker(ABC):
         if self._faults.probe is not None:  # has blocks, which the next worker is to have
             self._faults.end_probe()
         self.prefix.close()
-        await self.adapters.close()
+        # The next worker of this process is to have the place that it is read into.
+        await self.adapters.close(None if changes else LOAD_ENDS_S)
         self.sender.stop()
         self._close()
         await self._thread.run(self.parts.transport.close())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from engine.model.adapters import TURN_S
 from engine.sequence import SequenceKey
 from kernels.adapters import Adapter
 from kv_transfer.messages.requests import AdapterRef, RequestSpec, Reserve, TokenEvent
+from kv_transfer.worker import base
 from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.adapters import merged_tokens, write_adapter
 from tests.support.clusters.mini_cluster import MiniCluster, brake, cluster_of, has_generated
@@ -226,6 +228,35 @@ async def test_one_that_breaks_the_loading_itself_keeps_no_other_from_being_load
         with pytest.raises(FailedError):
             await generated(cluster, "broken", PROMPT, refs[0])
         assert await generated(cluster, "other", PROMPT, refs[1]) == expected(model, refs[1], PROMPT)
+
+
+async def test_a_worker_stops_while_an_adapter_is_read_that_never_comes(
+    model: SmallModel, refs: list[AdapterRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server of files that does not answer."""
+    monkeypatch.setattr(base, "LOAD_ENDS_S", 0.0)
+    is_read, answers = threading.Event(), threading.Event()
+
+    def hanging(digest: str, folder: Path) -> Adapter:
+        is_read.set()
+        answers.wait()
+        raise OSError("it was too late")
+
+    async with cluster_of(model, num_prefill=0, decode_engine={"max_adapters": 1}) as cluster:
+        worker = cluster.decodes[0]
+        pool = worker.model.adapters
+        assert pool is not None
+        monkeypatch.setattr(pool, "load", hanging)
+        waiting = asyncio.create_task(generated(cluster, "a", PROMPT, refs[0]))
+        try:
+            await eventually(is_read.is_set, what="nobody reads it")
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            async with asyncio.timeout(HANGS_S):
+                await cluster.retire(worker)
+        finally:
+            answers.set()
+        await eventually(lambda: not pool.num_waiting, what="the thread goes on")
 
 
 async def test_kv_that_has_come_makes_an_adapter_needed_more_than_kv_that_is_awaited(
