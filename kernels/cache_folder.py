@@ -1,4 +1,5 @@
-"""Where Legato keeps what is made once for a machine: converted models, compiled kernels."""
+"""Where Legato keeps what is made once for a machine: converted models, compiled kernels; and how long that has
+taken."""
 
 from __future__ import annotations
 
@@ -8,6 +9,20 @@ from pathlib import Path
 from typing import Final
 
 _WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
+
+_compiling_s = 0.0  # in this process
+
+
+def note_compiling(seconds: float) -> None:
+    """Count this as spent on compiling kernels, or on waiting for another process that does."""
+    global _compiling_s
+    _compiling_s += seconds
+
+
+def compiling_s() -> float:
+    """How long this process has compiled kernels, or has waited for another one that did. The next process finds what
+    was compiled, and does not take that long."""
+    return _compiling_s
 
 
 def default_cache_dir() -> Path:

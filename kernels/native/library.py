@@ -23,7 +23,7 @@ from typing import Any, get_args
 import torch
 from filelock import FileLock, Timeout
 
-from kernels.cache_folder import default_cache_dir, is_private, private_folder
+from kernels.cache_folder import default_cache_dir, is_private, note_compiling, private_folder
 from kernels.interface import Activation
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,6 @@ AVX2 = Instructions("AVX2", ("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movb
 _AT_MOST = {"avx512": (AVX512, AVX2), "avx2": (AVX2,)} | dict.fromkeys(("", "1", "amx"), (AMX, AVX512, AVX2))
 """By the switch's word, best first."""
 
-_compiling_s = 0.0  # in this process
-
 
 class NativeUnavailableError(Exception):
     """A sentence: why this machine runs without the C++ kernels."""
@@ -96,7 +94,6 @@ def native_library() -> ctypes.CDLL | None:
 
 def _library() -> Path:
     """The compiled file. Raises NativeUnavailableError, OSError."""
-    global _compiling_s
     instructions = processor_instructions()
     compiler = find_compiler()
     target = private_folder(default_cache_dir() / "native") / f"legato-{_digest(compiler, instructions)}.so"
@@ -110,14 +107,8 @@ def _library() -> Path:
     except Timeout as error:
         raise NativeUnavailableError(f"another process has been compiling {target} for too long") from error
     finally:
-        _compiling_s += time.monotonic() - began
+        note_compiling(time.monotonic() - began)
     return target
-
-
-def compiling_s() -> float:
-    """How long this process has compiled, or has waited for another one that did. The next process finds what was
-    compiled, and does not take that long."""
-    return _compiling_s
 
 
 def activation_number(activation: Activation) -> int:

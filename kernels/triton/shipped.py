@@ -11,9 +11,20 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
+
+from kernels.cache_folder import note_compiling
 
 # Triton's names of the element types that kernels are shipped for.
 TYPE_NAMES: Mapping[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def _note_compiling(*, times: Any, cache_hit: bool, **_: object) -> None:
+    if not cache_hit:  # else it was read from the folder of what was compiled before
+        note_compiling(1e-6 * times.total)
+
+
+triton.knobs.compilation.listener = _note_compiling
 
 
 @cache

@@ -36,7 +36,7 @@ class WorkerInfo:
     home: Role | None = None  # of the pool that it was started in; None: its role
     home_model: Text | None = None  # of that pool; None: its model
     models: Items[Text] = field(default_factory=list)  # others that it may become a worker of
-    load_s: NonNegative = 0.0  # that its model took from when it was wanted, but for compiling C++; 0: unknown
+    load_s: NonNegative = 0.0  # that its model took from when it was wanted, but for compiling kernels; 0: unknown
     keeps_prefixes: Flag = True  # prompts find what earlier ones left
     arithmetic: Text = ""  # equal where sums have the same bits, as `kernels.ops.arithmetic` has it; "": unknown
 

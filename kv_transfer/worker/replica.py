@@ -19,7 +19,7 @@ from engine.checkpoint.weights import LoadProgress
 from engine.cost_model.costs import StepCosts
 from engine.steps.calibration import compile_kernels
 from engine.steps.loading import LoadedModel
-from kernels.native.library import compiling_s
+from kernels.cache_folder import compiling_s
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Endpoint
@@ -80,7 +80,7 @@ class WorkerReplica:
         self._kits = kits
         self._tiers: WorkerTiers | None = None
         self._model: LoadedModel | None = None
-        self._load_s = 0.0  # that it took, from when it was wanted; without compiling C++, once on a machine
+        self._load_s = 0.0  # that it took, from when it was wanted; without compiling kernels, once on a machine
         self._costs: dict[tuple[str, Role], StepCosts] = {}  # of steps here, by the model and the role it was loaded in
         self._site = site
         self._locate_scheduler = locate_scheduler

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 
 from benchmarks.gpu.compilation import all_shipped, compile_all, fingerprint
+from kernels.cache_folder import compiling_s
 
 
 def main() -> None:
@@ -24,6 +25,7 @@ def main() -> None:
         "fingerprints": {shipped.name: fingerprint(shipped) for shipped in everything},
         "architectures": {shipped.name: shipped.architectures for shipped in everything},
         "compiled": compile_all(one_of_each),
+        "compiling_s": compiling_s(),
     }
     print(json.dumps(report))
 

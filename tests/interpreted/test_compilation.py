@@ -32,6 +32,7 @@ from engine.sequence import StepPlan
 from engine.steps.calibration import compile_kernels
 from engine.steps.loading import LoadedModel
 from engine.steps.memory_profile import StepSize
+from kernels import cache_folder
 from kernels.adapters import RowAdapters, StoredLowRank, StoredRows
 from kernels.interface import Segment
 from kernels.triton import matmul, shipped
@@ -76,6 +77,17 @@ def test_the_record_is_of_what_is_shipped(report: Any) -> None:
 def test_every_architecture_is_recorded(report: Any) -> None:
     for name, entry in read_record()["kernels"].items():
         assert entry.keys() == {"fingerprint", *(f"sm_{arch}" for arch in report["architectures"][name])}, ADVICE
+
+
+def test_how_long_kernels_were_compiled_is_known(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a worker which is the first on its machine is not taken for one that loads for minutes. Those that were
+    compiled before are read."""
+    assert report["compiling_s"] > 0.0
+    monkeypatch.setattr(cache_folder, "_compiling_s", 0.0)
+    for cache_hit in (True, False):
+        told: dict[str, Any] = {"src": None, "metadata": {}, "metadata_group": {}, "cache_hit": cache_hit}
+        triton.knobs.compilation.listener(times=SimpleNamespace(total=2_000_000), **told)
+    assert cache_folder.compiling_s() == 2.0
 
 
 def test_portable_kernels_are_for_all_architectures(report: Any) -> None:
