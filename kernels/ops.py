@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Final
 
 import torch
 
@@ -13,6 +14,10 @@ from kernels.native.kernels import NativeCpuKernels
 from kernels.native.library import TYPE_NAMES, NativeUnavailableError, native_library, processor_instructions
 from kernels.native.linear import packed_bytes
 from kernels.quantised_weight import ActivationBits
+
+SUMS: Final = {"AMX": "00000000", "AVX-512": "00000000", "AVX2": "00000000", "registers": "00000000"}
+"""By what the C++ kernels make sums with: a digest of what a small forward pass brings, the same on every processor
+that has it. Whoever changes sums or their order is told the new ones by `tests/processes/test_native_kernels.py`."""
 
 
 def kernels_for(device: torch.device, *, batch_invariant: bool = False, activation_bits: ActivationBits = 8) -> Kernels:
@@ -34,7 +39,8 @@ def kernels_for(device: torch.device, *, batch_invariant: bool = False, activati
 
 
 def arithmetic(device: torch.device, dtype: torch.dtype, *, beside_torch: bool = False) -> str:
-    """By what the kernels of `device` make their sums: machines that say other things may give other bits.
+    """By what the kernels of `device` make their sums, and in which order: workers that say other things may give
+    other bits.
     `beside_torch`: torch makes some of a model's sums by operators of its own."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -43,7 +49,8 @@ def arithmetic(device: torch.device, dtype: torch.dtype, *, beside_torch: bool =
         return by_torch
     # Of float32 all processors' sums are the same. Of bfloat16 tiles have another order, and AVX-512 takes numbers for
     # 0 that AVX2 does not.
-    own = processor_instructions().name if dtype is torch.bfloat16 else "registers"
+    name = processor_instructions().name if dtype is torch.bfloat16 else "registers"
+    own = f"{name} {SUMS[name]}"
     return f"{own} and {by_torch}" if beside_torch else own
 
 

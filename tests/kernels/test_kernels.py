@@ -257,10 +257,12 @@ def test_what_sums_are_made_by_is_told_as_far_as_bits_depend_on_it(
     cpu_device = torch.device("cpu")
     monkeypatch.setattr(ops, "native_library", object)
     monkeypatch.setattr(ops, "processor_instructions", lambda: instructions)
-    assert ops.arithmetic(cpu_device, torch.bfloat16) == instructions.name
-    assert ops.arithmetic(cpu_device, torch.float32) == "registers", "whatever the processor"
+    name = instructions.name
+    assert ops.arithmetic(cpu_device, torch.bfloat16) == f"{name} {ops.SUMS[name]}"
+    by_registers = f"registers {ops.SUMS['registers']}"
+    assert ops.arithmetic(cpu_device, torch.float32) == by_registers, "whatever the processor"
     by_torch = f"torch ({torch.backends.cpu.get_cpu_capability()})"
-    assert ops.arithmetic(cpu_device, torch.bfloat16, beside_torch=True) == f"{instructions.name} and {by_torch}"
+    assert ops.arithmetic(cpu_device, torch.bfloat16, beside_torch=True) == f"{name} {ops.SUMS[name]} and {by_torch}"
     assert ops.arithmetic(cpu_device, torch.float16) == by_torch, "the C++ kernels have none of these"
     monkeypatch.setattr(ops, "native_library", lambda: None)
     assert ops.arithmetic(cpu_device, torch.float32) == by_torch

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import io
 import logging
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Final
+from typing import Final, get_args
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from kernels import cache_folder
+from kernels.interface import Activation, CacheGeometry, KVSlots, Linear, Segment
 from kernels.native import library as compiling
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.library import SWITCH, native_library
 from kernels.native.linear import NativeLinear, pack_quantised
-from kernels.ops import kernels_for
+from kernels.ops import SUMS, kernels_for
 from kernels.quantised_weight import ActivationBits, QuantisedWeight
 from tests.support.forked_child import ForkedChild
 
@@ -284,3 +289,55 @@ def test_a_projection_of_no_rows(num_inputs: int, dtype: torch.dtype) -> None:
     linear = NativeCpuKernels(library).pack_linear(torch.randn(40, num_inputs).to(dtype), None)
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(linear, torch.empty(0, num_inputs, dtype=dtype)).result().shape == (0, 40)
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Of 8 bits, the same on any machine: torch draws others where it computes by other instructions."""
+    count = torch.arange(math.prod(shape))
+    return (((count + 31 * seed) * (7919 + 2 * seed) % 251 - 125) / 128).view(shape).to(dtype)
+
+
+def forward_pass(kernels: NativeCpuKernels, dtype: torch.dtype) -> Tensor:
+    """A layer's, of a token behind 40 others and of a prompt of 150."""
+    heads, kv_heads, dim, hidden, width, block_size = 4, 2, 64, 192, 256, 16
+    segments = [
+        Segment(first_row=0, num_queries=1, context_len=41, block_table=np.array([[0, 1, 2]], dtype=np.int32)),
+        Segment(first_row=1, num_queries=150, context_len=150, block_table=np.arange(3, 13, dtype=np.int32)[None]),
+    ]
+    geometry = CacheGeometry(block_size=block_size, block_stride=2, num_kv_heads=kv_heads, head_dim=dim)
+    count = sum(segment.num_queries for segment in segments)
+
+    def weight(num_outputs: int, num_inputs: int, seed: int) -> Linear:
+        return kernels.pack_linear(numbers(num_outputs, num_inputs, dtype=dtype, seed=seed) / 16, None)
+
+    x = numbers(count, hidden, dtype=dtype, seed=1)
+    cos, signed_sin = (numbers(count, 1, dim, dtype=dtype, seed=seed) for seed in (2, 3))
+    norms = numbers(2, hidden, dtype=dtype, seed=4) + 1
+    cache = numbers(2 * 13, block_size * kv_heads * dim, dtype=dtype, seed=5)
+    by_slot = cache.view(-1, kv_heads, dim)
+    tokens = torch.arange(150)
+    slots = torch.cat((torch.tensor([2 * 2 * block_size + 8]), (3 + tokens // block_size) * 2 * block_size))
+    slots[1:] += tokens % block_size
+
+    qkv = weight((heads + 2 * kv_heads) * dim, hidden, 6)(kernels.rms_norm(x, norms[0], 1e-6))
+    qk, v = (part.unflatten(1, (-1, dim)) for part in qkv.split([(heads + kv_heads) * dim, kv_heads * dim], 1))
+    into = KVSlots(by_slot, by_slot[block_size:], slots)
+    q, k = kernels.rotate_and_store(qk, v, cos, signed_sin, into)
+    attention = kernels.plan_attention(segments, geometry, window=None, dtype=dtype)
+    attended = attention.attend(q, k, v, cache, group=0, scale=dim**-0.5, softcap=None).flatten(1)
+    normed, total = kernels.add_rms_norm(x, weight(hidden, heads * dim, 7)(attended), norms[1], 1e-6)
+    gate_up, down = weight(2 * width, hidden, 8)(normed), weight(hidden, width, 9)
+    return torch.cat([down.add_to(total, kernels.gated_activation(gate_up, act)) for act in get_args(Activation)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_workers_tell_of_the_sums_that_they_make(dtype: torch.dtype) -> None:
+    """Two whose sums differ are told of: so a change of sums, or of their order, changes what they say."""
+    library = native_library()
+    if library is None:
+        return
+    found = forward_pass(NativeCpuKernels(library), dtype)
+    assert found.isfinite().all()
+    digest = hashlib.sha256(found.view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
+    name = compiling.processor_instructions().name if dtype is torch.bfloat16 else "registers"
+    assert SUMS[name] == digest, f"the sums of {name} are others than they were: write {digest} into kernels/ops.py"
