@@ -16,8 +16,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from http.client import HTTPException
 from importlib import import_module
 from pathlib import Path
@@ -159,9 +159,9 @@ def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bo
         heed_signals(interrupted)
         require_room(config, live_nodes())
         logs = document.get("logging_config")
-        start_serve(http, document.get("controller_options"), logs)
+        start_serve(http, document.get("controller_options"), logs, interrupted)
         print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
-        run_application(application, config, logs)
+        run_application(application, config, logs, interrupted)
         url = url_of(http, application)
         wait_until_ready(StartStates(_name(application), url, config), interrupted)
         if dashboard:
@@ -229,9 +229,10 @@ def start_serve(
     http_options: dict[str, Any],
     controller_options: dict[str, Any] | None = None,
     logging_config: dict[str, Any] | None = None,
+    interrupted: Interruption | None = None,
 ) -> None:
-    """Start Serve. Returns once its controller, which takes applications, is there. Raises StartError where Serve
-    raises until then.
+    """Start Serve. Returns once its controller, which takes applications, is there, or `interrupted` is set. Raises
+    StartError where Serve raises until then.
 
     Serve's proxies take seconds more, in which workers can start; Serve replaces a proxy that is not ready in time.
     Only the head has one: all nodes are of this machine, where those of the others could not listen on its port, and
@@ -242,21 +243,37 @@ def start_serve(
 
     # Serve would say that a controller is there already, and mean the one that this very call has started.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with_thread = ThreadPoolExecutor(1, thread_name_prefix="serve-start")
-    proxies: Future[None] = with_thread.submit(
+    proxies = _in_thread(
         serve.start,
         proxy_location="HeadOnly",
         http_options=http_options,
         controller_options=controller_options,
         logging_config=logging_config,
     )
-    with_thread.shutdown(wait=False)
     with told_in_words("Serve did not start", SERVE_ADVICE):
         while not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):
-            if wait([proxies], 0.05).done:
+            if wait([proxies], 0.05).done or _is_set(interrupted):
                 break
         if proxies.done():
             proxies.result()
+
+
+def _in_thread(call: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
+    """Call it in a thread that keeps no process from ending."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args, **options))
+        except BaseException as error:  # told to who asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="serve", daemon=True).start()
+    return future
+
+
+def _is_set(interrupted: Interruption | None) -> bool:
+    return interrupted is not None and interrupted.is_set()
 
 
 def _where_the_dashboard_is() -> str:
@@ -295,10 +312,15 @@ def _name(application: dict[str, Any]) -> str:
 
 
 def run_application(
-    application: dict[str, Any], config: LegatoConfig, logging_config: dict[str, Any] | None = None
+    application: dict[str, Any],
+    config: LegatoConfig,
+    logging_config: dict[str, Any] | None = None,
+    interrupted: Interruption | None = None,
 ) -> None:
     """Deploy the application, without waiting for it; `wait_until_ready` tells when it serves. `logging_config`: that
-    of its replicas, unless the application has its own. Raises StartError."""
+    of its replicas, unless the application has its own. Returns early where `interrupted` is set. Raises StartError."""
+    if _is_set(interrupted):
+        return
     import ray
     from ray import serve
 
@@ -312,8 +334,17 @@ def run_application(
     )
     with told_in_words("Serve did not take Legato's application", SERVE_ADVICE):
         try:
-            # Serve's own waiting for an application has no deadline and hears no Ctrl-C.
-            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+            # Serve's own waiting for an application has no deadline; that for its proxies has, and hears no Ctrl-C.
+            taken = _in_thread(
+                serve.run_many,
+                [target],
+                wait_for_ingress_deployment_creation=False,
+                wait_for_applications_running=False,
+            )
+            while not (wait([taken], 0.05).done or _is_set(interrupted)):
+                pass
+            if taken.done():
+                taken.result()
         except ray.exceptions.RayError:  # of which some are a TimeoutError, too
             raise
         except TimeoutError:

@@ -248,9 +248,10 @@ def serve_on_nodes(path: str, number: int, *, port: int | None = None, stay: boo
                 require_room(config, live_nodes())
                 require_token(config)
                 print("Ray listens on all of this machine's addresses, for whoever has its token (~/.ray/auth_token).")
-                start_serve(http, document.get("controller_options"), document.get("logging_config"))
+                logs = document.get("logging_config")
+                start_serve(http, document.get("controller_options"), logs, interrupted)
                 print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
-                run_application(application, config, document.get("logging_config"))
+                run_application(application, config, logs, interrupted)
                 states = StartStates(application.get("name", "legato"), url, config, logs=nodes.logs)
                 wait_until_ready(states, interrupted)
             if not interrupted.is_set():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -33,6 +34,7 @@ from cluster.deployment.local_cluster import (
 )
 from cluster.deployment.ray_environment import free_port
 from tests.support.threaded_server import QuietHandler, threaded_server
+from tests.support.waiting import wait_until
 
 CONFIGS = Path(__file__).parents[3] / "ray_configs"
 
@@ -125,6 +127,24 @@ def test_proxies_that_take_longer_than_serve_waits_for_them_are_waited_for(
     run_application({}, load_config({}))
     assert taken == ["deploy_applications", "get_proxies", "serving"]
     assert "waiting on" in capsys.readouterr().out
+
+
+def test_ctrl_c_is_heard_while_serve_waits_for_its_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a minute, in C, and calls nothing of ours meanwhile."""
+    interrupted, is_over = Interruption(), threading.Event()
+    waited: list[bool] = []
+
+    def wait(*_: object, **__: object) -> None:
+        interrupted.set()
+        waited.append(is_over.wait())
+
+    monkeypatch.setattr(serve, "run_many", wait)
+    try:
+        run_application({}, load_config({}), interrupted=interrupted)
+        assert not waited
+    finally:
+        is_over.set()
+    wait_until(lambda: waited)
 
 
 def test_ctrl_c_ends_a_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
