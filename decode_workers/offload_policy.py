@@ -133,7 +133,7 @@ class OffloadPolicy:
             for seq in selection.moving:
                 self._allocator.complete_move(seq, True)
             if not (selection.moving and is_first):
-                preempt(idle[-1] if idle else max(running, key=lambda seq: self.pacer.slack_s(seq, now)))
+                preempt(self._victim(running, idle, now))
             is_first = False
             selection = attempt()
         return selection
@@ -161,6 +161,16 @@ class OffloadPolicy:
                 bytes_left -= num_bytes
             selection.ready.append(seq)
         return stalled
+
+    def _victim(self, running: list[Sequence], idle: list[Sequence], now: float) -> Sequence:
+        """Who is preempted where nothing can go on: the youngest that is idle and has blocks of a tier in which
+        somebody lacks some, or to which somebody could be offloaded; without any, who is furthest ahead."""
+        lacks_device = any(map(self._waits_for_device, running))
+        uses_host = any(self._lacks_column(seq) or self._could_be_offloaded(seq) for seq in running)
+        for seq in reversed(idle):
+            if (lacks_device and self._num_device_groups(seq)) or (uses_host and seq.host_groups):
+                return seq
+        return max(running, key=lambda seq: self.pacer.slack_s(seq, now))
 
     def _fetch_budget(self, queue: list[Sequence], now: float) -> float:
         """Bytes that may be fetched from host memory while the device-resident sequences keep to their schedules.
@@ -199,7 +209,7 @@ class OffloadPolicy:
         """Blocks that the next step will have; 0 if the host has no room for them."""
         assert seq.block_table is not None
         columns = seq.block_table.num_columns
-        if self._allocator.num_columns_for(seq.num_tokens) > self.staging_columns:
+        if not self._could_be_offloaded(seq):
             return 0  # with its next token it could not be computed from there
         on_device = sorted(self._allocator.all_groups - seq.host_groups)
         # Every other group first: the fetches of a step then alternate with groups that need none.
@@ -255,6 +265,11 @@ class OffloadPolicy:
             self.num_restores += 1
             self.num_restored_blocks += _num_blocks(copies)
             selection.move(seq, copies)
+
+    def _could_be_offloaded(self, seq: Sequence) -> bool:
+        """Whether something of it is on the device, and the ring is large enough to compute it from host memory."""
+        fits = self._allocator.num_columns_for(seq.num_tokens) <= self.staging_columns
+        return fits and self._num_device_groups(seq) > 0
 
     def _outgrown(self, seq: Sequence) -> bool:
         """Whether the sequence's KV is in host memory, and the ring is too small to compute it from there."""

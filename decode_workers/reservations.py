@@ -16,6 +16,7 @@ from typing import Protocol
 from decode_workers.scheduler import DecodeScheduler, DecodeState
 from engine.kv.cache import GroupRow, SequenceKV
 from engine.memory.streams import queued_on
+from engine.model.adapters import TURN_S
 from engine.sequence import Sequence, SequenceKey
 from kv_transfer.connections.event_loops import DeadlineTimer, LoopThread
 from kv_transfer.handoff.receiver import KvReceiver
@@ -157,7 +158,7 @@ class Reservations:
         now = time.monotonic()
         while self._queue:
             head = self._queue[0]
-            if self._scheduler.can_reserve(head.request.num_tokens):
+            if self._has_room(head.request):
                 self._queue.popleft()
                 self._grant(head.gateway, head.request)
                 self._granted.append((now, head.request.num_tokens))
@@ -170,7 +171,15 @@ class Reservations:
                 break
         while self._granted and (not self._queue or self._granted[0][0] < self._queue[0].deadline - self._wait_s):
             self._granted.popleft()
-        self._timer.arm(self._queue[0].deadline if self._queue else None)
+        # Sooner than its time is up: those that lack their adapters may make way by then.
+        self._timer.arm(min(self._queue[0].deadline, now + TURN_S) if self._queue else None)
+
+    def _has_room(self, request: RequestSpec) -> bool:
+        num_tokens, adapter, adapters = request.num_tokens, request.adapter, self._model.adapters
+        lacks_nothing = adapter is None or (adapters is not None and adapter.digest in adapters.open)
+        if self._scheduler.can_reserve(num_tokens):
+            return True
+        return lacks_nothing and self._scheduler.make_way(num_tokens, time.monotonic())
 
     def cancel(self, key: SequenceKey) -> None:
         """A reservation that has blocks; they are free once no copy into them is in flight."""

@@ -169,6 +169,11 @@ class BlockAllocator:
         """Device blocks of a sequence that keeps no layer group in host memory."""
         return self.num_columns_for(num_tokens) * self.layer_groups
 
+    def num_device_blocks(self, seq: Sequence) -> int:
+        """Those that it has now; others may share them."""
+        num_columns = 0 if seq.block_table is None else seq.block_table.num_columns
+        return num_columns * (self.layer_groups - len(seq.host_groups))
+
     def num_host_blocks_for(self, num_tokens: int, host_groups: frozenset[int]) -> int:
         return self.num_columns_for(num_tokens) * len(host_groups)
 

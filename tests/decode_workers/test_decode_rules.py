@@ -13,7 +13,7 @@ from decode_workers.scheduler import DecodeScheduler, DecodeState, Emission
 from engine.drafting.speculation import Speculation
 from engine.kv.allocation import BlockAllocator
 from engine.kv.block_pool import BlockPool
-from engine.model.adapters import AdapterPool, AdapterSlot
+from engine.model.adapters import TURN_S, AdapterPool, AdapterSlot
 from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason, Sequence
 from kernels.adapters import Adapter, AdapterLayer
@@ -303,6 +303,37 @@ def test_who_lacks_its_adapter_keeps_its_blocks_while_nobody_needs_them() -> Non
     assert (bench.scheduler.state(waiting.key), bench.scheduler.num_preemptions) == (DecodeState.RUNNING, 0)
     slot.loaded = Adapter(lambda _: AdapterLayer(), 0)
     bench.run()
+
+
+def test_where_all_who_have_blocks_lack_their_adapters_they_give_them_to_who_does_not() -> None:
+    """The adapter lies on a server of files that does not answer."""
+    bench, slot = Bench(columns=11), AdapterSlot("digest", Path("folder"), waits_at=0.0)
+    waiting = [bench.hand_over(_adapted(f"waiting {number}", [3] * 16, slot)) for number in range(2)]
+    assert not bench.scheduler.can_reserve(16)
+    assert not bench.scheduler.make_way(16, now=TURN_S / 2), "it may come at any moment"
+    assert not bench.scheduler.make_way(50, now=TURN_S), "nor would there be room"
+    assert bench.scheduler.num_preemptions == 0
+    assert bench.scheduler.make_way(16, now=TURN_S)
+    assert [bench.scheduler.state(seq.key) for seq in waiting] == [DecodeState.RUNNING, DecodeState.WAITING]
+    newcomer = bench.hand_over(_seq("newcomer", [2] * 16))
+    assert not bench.scheduler.make_way(16, now=TURN_S), "somebody is computed"
+    while bench.scheduler.state(newcomer.key) is not None:
+        bench.step()
+    slot.loaded = Adapter(lambda _: AdapterLayer(), 0)
+    bench.run()
+    assert all(seq.output_token_ids == _expected([3] * 16, 8) for seq in waiting)
+
+
+def test_where_all_who_have_blocks_lack_their_adapters_a_prompt_that_does_not_is_computed() -> None:
+    bench, slot = Bench(columns=11), AdapterSlot("digest", Path("folder"), waits_at=-TURN_S)
+    waiting = [bench.hand_over(_adapted(f"waiting {number}", [3] * 16, slot)) for number in range(2)]
+    prompt = _seq("prompt", [2] * 16)
+    bench.scheduler.add(prompt)
+    bench.step()
+    assert bench.scheduler.state(prompt.key) is not DecodeState.WAITING
+    slot.loaded = Adapter(lambda _: AdapterLayer(), 0)
+    bench.run()
+    assert all(seq.output_token_ids == _expected([3] * 16, 8) for seq in waiting)
 
 
 @pytest.mark.parametrize("state", ["RESERVED", "WAITING", "PREFILLING", "RUNNING"])

@@ -214,6 +214,21 @@ def test_who_lacks_its_adapter_makes_room_before_who_has_its_own() -> None:
     bench.run()
 
 
+def test_who_lacks_its_adapter_in_host_memory_is_not_preempted_for_blocks_of_the_device() -> None:
+    """It has none; and those who want them are too long to be computed from the host, where it would leave room."""
+    bench = Bench(columns=12, host_columns=40, staging_columns=4, speeds=Speeds())
+    running = [bench.hand_over(name, [2, number] * 8, max_tokens=14) for number, name in enumerate("ab", 3)]
+    idle = bench.hand_over("idle", [3] * 4)
+    idle.adapter = AdapterSlot("digest", Path("folder"))
+    assert len(idle.host_groups) == GROUPS and not any(seq.host_groups for seq in running)
+    while any(seq.key in bench.scheduler for seq in running):
+        bench.step()
+        assert bench.scheduler.state(idle.key) is DecodeState.RUNNING
+    assert bench.scheduler.num_preemptions == 1
+    idle.adapter.loaded = Adapter(lambda _: AdapterLayer(), 0)
+    bench.run()
+
+
 def test_a_reservation_lands_on_the_host_where_the_device_is_full() -> None:
     bench = Bench(columns=4, host_columns=8)
     first, second = bench.hand_over("first", [2] * 8), bench.hand_over("second", [3] * 8)
