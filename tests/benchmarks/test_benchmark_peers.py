@@ -167,6 +167,25 @@ def test_a_silent_process_is_given_up_and_ended(tmp_path: Path, monkeypatch: pyt
         pass
 
 
+LEAVES = """
+import os, signal, tempfile
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+memory = SharedMemory(create=True, size=16)
+print("serving", memory.name, tempfile.mkdtemp(), flush=True)
+signal.pause()
+"""
+
+
+def test_a_killed_process_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each killed vLLM left hundreds of megabytes in /dev/shm, and sockets in /tmp."""
+    monkeypatch.setattr(starting, "STOP_TIMEOUT_S", 0.0)
+    with started("leaves", [sys.executable, "-c", LEAVES], ready="serving", folder=tmp_path):
+        _, memory, folder = (tmp_path / "server.log").read_text(encoding="utf-8").split()
+        assert Path("/dev/shm", memory).exists() and Path(folder).exists()
+    assert not Path("/dev/shm", memory).exists() and not Path(folder).exists()
+
+
 def test_a_server_that_listens_a_little_later_is_awaited() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

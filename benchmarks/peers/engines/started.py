@@ -8,6 +8,7 @@ import queue
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 LISTEN_TIMEOUT_S = 30.0
 _LOOKS_EVERY_S = 0.02
+_SHARED_MEMORY = "/dev/shm/"
 
 
 @contextlib.contextmanager
@@ -33,27 +35,29 @@ def started(
     timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[None]:
     """Start a server, wait until `ready` stands in a line of its output, which goes to `server.log`, and end it after
-    the block. Raises PeerUnavailableError."""
+    the block; then nothing of it is left in the folders for temporary files and for shared memory. Raises
+    PeerUnavailableError."""
     log = folder / "server.log"
-    try:
-        process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=folder,
-            env=foreign_environment() | (environment or {}),
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise PeerUnavailableError(f"{name} cannot be started: {error}") from None
-    try:
-        _await_line(name, process, ready, log, timeout_s)
-        yield
-    finally:
-        end_process(process)
+    with tempfile.TemporaryDirectory(prefix="legato-peer-", ignore_cleanup_errors=True) as temporary:
+        try:
+            process = subprocess.Popen(
+                [str(word) for word in command],
+                cwd=folder,
+                env=foreign_environment() | {"TMPDIR": temporary} | (environment or {}),
+                text=True,
+                errors="replace",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise PeerUnavailableError(f"{name} cannot be started: {error}") from None
+        try:
+            _await_line(name, process, ready, log, timeout_s)
+            yield
+        finally:
+            end_process(process)
 
 
 def _await_line(name: str, process: subprocess.Popen[str], ready: str, log: Path, timeout_s: float) -> None:
@@ -95,10 +99,25 @@ def _listen(process: subprocess.Popen[str], ready: str, log: Path, heard: queue.
 
 
 def end_process(process: subprocess.Popen[str]) -> None:
-    """Ask a process to end, then kill it with its whole session."""
+    """Ask a process to end, then kill it with its whole session. Shared memory that these have named and cannot remove
+    any more is removed."""
+    names = _shared_memory_of(process.pid)
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_TIMEOUT_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    for path in names:
+        path.unlink(missing_ok=True)
+
+
+def _shared_memory_of(session: int) -> set[Path]:
+    """Files in /dev/shm that processes of a session have mapped."""
+    names: set[Path] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.getsid(int(maps.parent.name)) == session:
+                fields = (line.split(maxsplit=5) for line in maps.read_text(encoding="utf-8").splitlines())
+                names.update(Path(words[5]) for words in fields if words[5:] and words[5].startswith(_SHARED_MEMORY))
+    return {path for path in names if not path.name.startswith("legato-kv-")}  # which the next worker takes over
