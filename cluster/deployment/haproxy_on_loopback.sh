@@ -13,4 +13,9 @@ for argument; do
   fi
   previous=$argument
 done
+# Where whoever started it is killed, it stops by itself: it listens no more, ends what it has, and is gone. It would
+# stay for ever, and share the port with the next one, of another cluster.
+if setpriv --help 2>/dev/null | grep -q pdeathsig; then
+  exec setpriv --pdeathsig USR1 "$LEGATO_HAPROXY" "$@"
+fi
 exec "$LEGATO_HAPROXY" "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from cluster.deployment.announce import describe_http, describe_start
 from cluster.deployment.ray_access import HAPROXY_PORTS, keep_ray_on_loopback, require_token
 from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMENT, unset
 from tests.cluster.config.test_config import FILES
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +87,25 @@ def test_haproxy_is_started_with_its_side_ports_on_loopback(tmp_path: Path) -> N
     assert "  bind 127.0.0.1:21002\n" in told
     assert "    bind *:8000\n" in told  # the front itself listens where the user says
     assert "admin.sock mode 600 level admin" in told
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="nothing here can tell it")
+def test_haproxy_stops_where_whoever_started_it_is_killed(tmp_path: Path) -> None:
+    """Ray leaves it where its manager is killed, and there it would share the port with the next cluster's."""
+    keep_ray_on_loopback()
+    proxy, begun, stopped = tmp_path / "haproxy", tmp_path / "begun", tmp_path / "stopped"
+    proxy.write_text(f"#!/bin/sh\ntrap 'echo $* > {stopped}; exit' USR1\ntouch {begun}\nwhile :; do sleep 0.05; done\n")
+    proxy.chmod(0o755)
+    wrapper = os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]
+    environment = {**os.environ, "LEGATO_HAPROXY": str(proxy)}
+    manager = subprocess.Popen(["/bin/sh", "-c", '"$0" -db & wait', wrapper], env=environment)
+    try:
+        wait_until(begun.exists)
+        assert not stopped.exists()
+    finally:
+        manager.kill()
+        manager.wait()
+    wait_until(lambda: stopped.exists() and stopped.read_text() == "-db\n")
 
 
 def test_several_machines_need_rays_token(monkeypatch: pytest.MonkeyPatch) -> None:
