@@ -66,6 +66,7 @@ def test_a_budget_in_anthropics_way(target: Target, shared_generator: ScriptedGe
     assert [block["type"] for block in answer.json()["content"]] == ["thinking", "text"]
     refused = target.http.post("/v1/chat/completions", json={**asked, "thinking_token_budget": 1_024})
     assert refused.json()["error"]["param"] == "thinking_token_budget"
+    assert "reasoning_effort" in refused.json()["error"]["message"], "which it heeds"
 
 
 def test_an_answer(target: Target, shared_generator: ScriptedGenerator, tokenizer: Tokenizer) -> None:

@@ -68,7 +68,8 @@ def thinking_of(body: ChatBody, reading: Reading | None, tokenizer: Tokenizer) -
     if len(ids) < len(marks):
         raise InvalidRequestError(
             "This model has no tokens of their own for the marks of its reasoning, so a budget of it cannot be kept"
-            " exactly. Leave the budget out: max_tokens bounds reasoning and answer together.",
+            " exactly. Leave the budget out: max_tokens bounds reasoning and answer together, and reasoning_effort says"
+            " how much to think to models that heed it, as gpt-oss does.",
             param="thinking_token_budget",
             code="unsupported_value",
         )
