@@ -45,6 +45,7 @@ BOARDS = Path(__file__).parents[1] / "metrics" / "grafana"
 OBJECT_STORE_BYTES = 200 * 2**20  # Ray's, in /dev/shm: Legato keeps nothing there
 FIRST_QUESTION = "What is the capital of France?"
 _LOOK_EVERY_S = 0.25
+_HEARS_EVERY_S = 0.05
 _LOOK_TIMEOUT_S = 2.0
 _CLEAR_LINE = "\r\x1b[K"
 _TOLD_CHARACTERS = 2_000  # how much of Serve's account of a failure is told
@@ -167,7 +168,7 @@ def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bo
         if dashboard:
             print(_where_the_dashboard_is(), flush=True)
         if not interrupted.is_set():
-            show_first_answer(url, config.served[0].model.name)
+            unless_interrupted(interrupted, show_first_answer, url, config.served[0].model.name)
         if stay and not interrupted.is_set():
             print(f"\nServing on {url}/v1 (Ctrl-C to stop).", flush=True)
             interrupted.wait()
@@ -252,7 +253,7 @@ def start_serve(
     )
     with told_in_words("Serve did not start", SERVE_ADVICE):
         while not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):
-            if wait([proxies], 0.05).done or _is_set(interrupted):
+            if wait([proxies], _HEARS_EVERY_S).done or _is_set(interrupted):
                 break
         if proxies.done():
             proxies.result()
@@ -270,6 +271,17 @@ def _in_thread(call: Callable[..., Any], *args: Any, **options: Any) -> Future[A
 
     threading.Thread(target=run, name="serve", daemon=True).start()
     return future
+
+
+def unless_interrupted(
+    interrupted: Interruption | None, call: Callable[..., object], *args: object, **options: object
+) -> None:
+    """Call what hears no signal, and return when it has, or when `interrupted` is set. Raises what it raises."""
+    called = _in_thread(call, *args, **options)
+    while not (wait([called], _HEARS_EVERY_S).done or _is_set(interrupted)):
+        pass
+    if called.done():
+        called.result()
 
 
 def _is_set(interrupted: Interruption | None) -> bool:
@@ -335,16 +347,8 @@ def run_application(
     with told_in_words("Serve did not take Legato's application", SERVE_ADVICE):
         try:
             # Serve's own waiting for an application has no deadline; that for its proxies has, and hears no Ctrl-C.
-            taken = _in_thread(
-                serve.run_many,
-                [target],
-                wait_for_ingress_deployment_creation=False,
-                wait_for_applications_running=False,
-            )
-            while not (wait([taken], 0.05).done or _is_set(interrupted)):
-                pass
-            if taken.done():
-                taken.result()
+            options = {"wait_for_ingress_deployment_creation": False, "wait_for_applications_running": False}
+            unless_interrupted(interrupted, serve.run_many, [target], **options)
         except ray.exceptions.RayError:  # of which some are a TimeoutError, too
             raise
         except TimeoutError:

@@ -44,6 +44,7 @@ from cluster.deployment.local_cluster import (
     start_serve,
     stopping,
     told_in_words,
+    unless_interrupted,
     url_of,
     wait_until_ready,
 )
@@ -256,7 +257,7 @@ def serve_on_nodes(path: str, number: int, *, port: int | None = None, stay: boo
                 wait_until_ready(states, interrupted)
             if not interrupted.is_set():
                 print(f"\n{describe(nodes, ask(url, '/cluster')['workers'])}", flush=True)
-                show_first_answer(url, config.model.name)
+                unless_interrupted(interrupted, show_first_answer, url, config.model.name)
                 print(f"\n{way_of_newest(nodes, url)}", flush=True)
             if stay and not interrupted.is_set():
                 print(f"\nServing on {url}/v1 (Ctrl-C to stop).", flush=True)
