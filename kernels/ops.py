@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+from importlib.metadata import version
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -18,6 +21,7 @@ from kernels.quantised_weight import ActivationBits
 SUMS: Final = {"AMX": "00000000", "AVX-512": "00000000", "AVX2": "00000000", "registers": "00000000"}
 """By what the C++ kernels make sums with: a digest of what a small forward pass brings, the same on every processor
 that has it. Whoever changes sums or their order is told the new ones by `tests/processes/test_native_kernels.py`."""
+TRITON_SOURCES: Final = Path(__file__).parent / "triton"
 
 
 def kernels_for(device: torch.device, *, batch_invariant: bool = False, activation_bits: ActivationBits = 8) -> Kernels:
@@ -43,7 +47,7 @@ def arithmetic(device: torch.device, dtype: torch.dtype, *, beside_torch: bool =
     other bits.
     `beside_torch`: torch makes some of a model's sums by operators of its own."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return f"{torch.cuda.get_device_name(device)}, {_gpu_build(TRITON_SOURCES)}"
     by_torch = f"torch ({torch.backends.cpu.get_cpu_capability()})"
     if dtype not in TYPE_NAMES or native_library() is None:
         return by_torch
@@ -52,6 +56,13 @@ def arithmetic(device: torch.device, dtype: torch.dtype, *, beside_torch: bool =
     name = processor_instructions().name if dtype is torch.bfloat16 else "registers"
     own = f"{name} {SUMS[name]}"
     return f"{own} and {by_torch}" if beside_torch else own
+
+
+@functools.cache
+def _gpu_build(sources: Path) -> str:
+    """What else a GPU's sums depend on. Whether two builds sum alike only the same GPU could tell."""
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources.rglob("*.py"))))
+    return f"torch {torch.__version__}, Triton {version('triton')}, kernels {digest.hexdigest()[:8]}"
 
 
 def packed_bytes_on(device: torch.device) -> PackedBytes:

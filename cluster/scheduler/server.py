@@ -233,8 +233,8 @@ class SchedulerServer:
             self._told_of.add(kinds)
             logger.warning(
                 "worker %s computes by %s and %s by %s: a request that both have a part in may get another token than"
-                " on one of them alone; for the same on CPUs have one version of Legato on all nodes, and there set"
-                " LEGATO_NATIVE=avx512, or avx2",
+                " on one of them alone; for the same have one version of Legato on all nodes, and on CPUs set"
+                " LEGATO_NATIVE=avx512, or avx2, on all",
                 info.worker_id,
                 info.arithmetic,
                 other.worker_id,

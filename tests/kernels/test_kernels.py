@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -266,3 +268,17 @@ def test_what_sums_are_made_by_is_told_as_far_as_bits_depend_on_it(
     assert ops.arithmetic(cpu_device, torch.float16) == by_torch, "the C++ kernels have none of these"
     monkeypatch.setattr(ops, "native_library", lambda: None)
     assert ops.arithmetic(cpu_device, torch.float32) == by_torch
+
+
+def test_what_a_gpu_s_sums_are_made_by_names_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two builds may sum in another order, and are both of one protocol."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    told = [ops.arithmetic(torch.device("cuda", 0), torch.bfloat16)]
+    monkeypatch.setattr(ops, "TRITON_SOURCES", shutil.copytree(ops.TRITON_SOURCES, tmp_path / "triton"))
+    told.append(ops.arithmetic(torch.device("cuda", 0), torch.bfloat16))
+    monkeypatch.setattr(ops, "TRITON_SOURCES", shutil.copytree(ops.TRITON_SOURCES, tmp_path / "changed"))
+    with (tmp_path / "changed" / "matmul.py").open("a") as source:
+        source.write("# other sums\n")
+    told.append(ops.arithmetic(torch.device("cuda", 0), torch.bfloat16))
+    assert told[0] == told[1] != told[2]
+    assert all(text.startswith(f"NVIDIA H200, torch {torch.__version__}, Triton ") for text in told)
