@@ -175,11 +175,13 @@ class Reservations:
         self._timer.arm(min(self._queue[0].deadline, now + TURN_S) if self._queue else None)
 
     def _has_room(self, request: RequestSpec) -> bool:
-        num_tokens, adapter, adapters = request.num_tokens, request.adapter, self._model.adapters
-        lacks_nothing = adapter is None or (adapters is not None and adapter.digest in adapters.open)
-        if self._scheduler.can_reserve(num_tokens):
+        if self._scheduler.can_reserve(request.num_tokens):
             return True
-        return lacks_nothing and self._scheduler.make_way(num_tokens, time.monotonic())
+        if request.adapter is not None:
+            pool = self._model.adapters
+            if pool is None or request.adapter.digest not in pool.open:
+                return False  # it could not be computed either
+        return self._scheduler.make_way(request.num_tokens, time.monotonic())
 
     def cancel(self, key: SequenceKey) -> None:
         """A reservation that has blocks; they are free once no copy into them is in flight."""
