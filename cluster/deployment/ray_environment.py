@@ -69,7 +69,7 @@ def tune_environment() -> None:
     """Set the variables that the user has not set, for a Ray on this machine alone. Call it before Ray is imported."""
     keep_ray_on_loopback()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray starts another Ray where a thread asks it for something once it was told to end, as the one does that waits for
+    # Ray starts another Ray where a thread asks it for something once it was told to end: as that one, which waits for
     # Serve.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     # How long the node may take to come up. Ray's own 30 s are too few on a machine that is busy with other things.

@@ -320,8 +320,8 @@ def forward_pass(kernels: NativeCpuKernels, dtype: torch.dtype) -> Tensor:
     slots[1:] += tokens % block_size
 
     qkv = weight((heads + 2 * kv_heads) * dim, hidden, 6)(kernels.rms_norm(x, norms[0], 1e-6))
-    num_rotated = (heads + kv_heads) * dim
-    qk, v = (part.unflatten(1, (-1, dim)) for part in (qkv[:, :num_rotated], qkv[:, num_rotated:]))
+    by_head = qkv.view(count, -1, dim)
+    qk, v = by_head[:, : heads + kv_heads], by_head[:, heads + kv_heads :]
     into = KVSlots(by_slot, by_slot[block_size:], slots)
     q, k = kernels.rotate_and_store(qk, v, cos, signed_sin, into)
     attention = kernels.plan_attention(segments, geometry, window=None, dtype=dtype)
