@@ -7,16 +7,18 @@ It exits with 0 if all went well, 1 if what was asked for cannot be done, 2 if t
 from __future__ import annotations
 
 import argparse
+import importlib
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 
 from cluster.command.arguments import ArgumentsError, make_parser
 from cluster.simulation.arguments import SYNTHETIC
 
-# Each command imports what it needs when it runs: Ray and torch take seconds.
+# The module of a command is imported when it runs: Ray and torch take seconds.
 
 
 def main() -> int:
@@ -38,48 +40,6 @@ def main() -> int:
         return 1
 
 
-def _serve(arguments: argparse.Namespace) -> int:
-    from cluster.command.serve import run
-
-    return run(arguments)
-
-
-def _top(arguments: argparse.Namespace) -> int:
-    from cluster.command.top import run
-
-    return run(arguments)
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    from cluster.command.bench import run
-
-    return run(arguments)
-
-
-def _run_batch(arguments: argparse.Namespace) -> int:
-    from cluster.command.run_batch import run
-
-    return run(arguments)
-
-
-def _train_heads(arguments: argparse.Namespace) -> int:
-    from cluster.command.train_heads import run
-
-    return run(arguments)
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    from cluster.command.check import run
-
-    return run(arguments)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from cluster.command.doctor import run
-
-    return run(arguments)
-
-
 def _environment(_: argparse.Namespace) -> int:
     from cluster.deployment.ray_environment import RAY_ENVIRONMENT, SERVE_ENVIRONMENT
 
@@ -93,19 +53,7 @@ def _environment(_: argparse.Namespace) -> int:
     return 0
 
 
-def _simulate(arguments: argparse.Namespace) -> int:
-    from cluster.simulation.command import run
-
-    try:
-        run(arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def _plan(arguments: argparse.Namespace) -> int:
-    """Run `legato plan`. Returns 3 if no cluster within the limits is enough."""
     traces, formats = arguments.trace or [], set(arguments.format or [])
     if not traces and formats != {SYNTHETIC}:
         raise ArgumentsError("name a file with --trace, or draw requests with --format synthetic")
@@ -115,13 +63,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ArgumentsError("--format synthetic draws requests: leave it out, or --trace")
     if arguments.max_gpus < 1 or arguments.limit < 2:
         raise ArgumentsError("a plan needs at least one GPU (--max-gpus) and two requests (--limit)")
-    from cluster.simulation.plan.command import run
-
-    try:
-        return 0 if run(arguments) else 3
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return _simulation("plan.command", arguments)
 
 
 def _what_if(arguments: argparse.Namespace) -> int:
@@ -134,26 +76,32 @@ def _what_if(arguments: argparse.Namespace) -> int:
     if arguments.layouts and given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ArgumentsError(f"--layouts replays what was asked, as it was, on all layouts: leave out {options}")
-    from cluster.simulation.whatif import run
+    return _simulation("whatif", arguments)
 
+
+def _simulation(module: str, arguments: argparse.Namespace) -> int:
+    """Run a command of the simulator, which raises ValueError or OSError for what cannot be simulated."""
     try:
-        run(arguments)
+        return _run(f"cluster.simulation.{module}", arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
+
+
+def _run(module: str, arguments: argparse.Namespace) -> int:
+    return int(importlib.import_module(module).run(arguments))
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "serve": _serve,
-    "top": _top,
-    "bench": _bench,
-    "run-batch": _run_batch,
-    "train-heads": _train_heads,
-    "check": _check,
-    "doctor": _doctor,
+    "serve": partial(_run, "cluster.command.serve"),
+    "top": partial(_run, "cluster.command.top"),
+    "bench": partial(_run, "cluster.command.bench"),
+    "run-batch": partial(_run, "cluster.command.run_batch"),
+    "train-heads": partial(_run, "cluster.command.train_heads"),
+    "check": partial(_run, "cluster.command.check"),
+    "doctor": partial(_run, "cluster.command.doctor"),
     "environment": _environment,
-    "simulate": _simulate,
+    "simulate": partial(_simulation, "command"),
     "plan": _plan,
     "whatif": _what_if,
 }

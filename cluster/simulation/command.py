@@ -67,14 +67,14 @@ ROUTERS: Final[dict[str, Callable[[], Router]]] = {
 _ONE_POOL: Final = ("colocated", "legato-auto")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Raises ValueError, with advice, for what cannot be simulated."""
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command. Returns its exit code. Raises ValueError, with advice, for what cannot be simulated."""
     if arguments.plot is not None or arguments.plot_loads is not None:
         _require_plots(arguments)
     each = of_each_model(arguments)
     if len(each) > 1:
         _run_models(arguments, each)
-        return
+        return 0
     [(_, arguments)] = each.items()
     records: dict[str, list[RequestRecord]] = {}
     summaries: dict[str, list[tuple[float, Summary]]] = {}
@@ -88,6 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
             summaries.setdefault(name, []).append((arguments.load * load, summary))
     if arguments.plot is not None:
         _plot(arguments, records, summaries)
+    return 0
 
 
 def of_each_model(arguments: argparse.Namespace) -> dict[str, argparse.Namespace]:

@@ -31,8 +31,8 @@ _SHARES: Final = (0.25, 0.5, 0.625, 0.75)  # of many workers, that compute promp
 _FEW: Final = 8
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Carry out `python -m cluster whatif`. Raises ValueError, with advice, for what cannot be replayed or supposed,
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command. Returns its exit code. Raises ValueError, with advice, for what cannot be replayed or supposed,
     OSError where a log cannot be read."""
     logs = read_logs([path for named in arguments.log for path in logs_of(named)], arguments.newest)
     [first, *more] = logs.values()
@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
         [other] = _others(arguments, logs).values()
         result = what_if(*first, other, acceptance=arguments.acceptance)
     print(result.json_line() if arguments.json else result.text(), flush=True)
+    return 0
 
 
 def _others(arguments: argparse.Namespace, logs: Mapping[str, Log]) -> dict[str, LoggedCluster]:

@@ -33,8 +33,9 @@ _BYTES_PER_VALUE: Final = 2
 _SAMPLED_BY_PREFILL: Final = 32  # prompts that end in one step
 
 
-def run(arguments: argparse.Namespace) -> bool:
-    """Whether there is a plan. Raises ValueError, with advice, for what cannot be planned for."""
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command. Returns its exit code: 3 if no cluster within the limits is enough. Raises ValueError, with
+    advice, for what cannot be planned for."""
     started = time.monotonic()
     targets = Targets(
         ttft_s=arguments.ttft_ms / 1000,
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> bool:
             problems, degrees, limit=arguments.limit, change_s=arguments.model_flips, max_gpus=arguments.max_gpus
         )
     print(report.json_line() if arguments.json else report.text(), flush=True)
-    return report.is_enough
+    return 0 if report.is_enough else 3
 
 
 def make_plan(problem: Problem, degrees: tuple[int, ...], *, max_gpus: int) -> PlanReport:
