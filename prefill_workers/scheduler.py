@@ -153,24 +153,23 @@ class PrefillScheduler:
         if entry is not None:
             entry.state = PrefillState.WAITING
 
-    def plan(self) -> tuple[StepPlan, list[Sequence]]:
-        """The next step, and the sequences that enter with it (their prefix hits are known now)."""
+    def plan(self) -> StepPlan:
+        """The next step. The prefix hits of who enters with it are known now."""
         step = StepFilling(
             self._allocator,
             token_budget=self._token_budget,
             staging_columns=self._staging_columns,
             cost=self._cost(),
         )
-        admitted: list[Sequence] = []
         for seq in self._running:
             if not step.may_share(seq):
                 break
             step.add(seq)
         else:
-            admitted = self._admit(step)
+            self._admit(step)
         plan = step.plan()
         self._in_flight = {item.seq.key for item in plan.items}
-        return plan, admitted
+        return plan
 
     def finish_step(self, plan: StepPlan, output: StepOutput) -> list[tuple[Sequence, SampledToken | None]]:
         """Take a step's results in; returns the sequences that are now computed, with their first tokens; parts of
@@ -238,9 +237,8 @@ class PrefillScheduler:
         self._in_flight = set()
         return doomed
 
-    def _admit(self, step: StepFilling) -> list[Sequence]:
+    def _admit(self, step: StepFilling) -> None:
         """Give blocks to waiting sequences, in order, while the running ones leave token budget."""
-        admitted = []
         ready = [e for e in self._waiting.values() if e.state is PrefillState.WAITING and e.seq.has_adapter]
         for entry in ready:
             if step.is_full or not step.may_share(entry.seq):
@@ -254,9 +252,7 @@ class PrefillScheduler:
             self.num_host_landings += bool(entry.seq.host_groups)
             entry.state = PrefillState.RUNNING
             self._running.append(entry.seq)
-            admitted.append(entry.seq)
             step.add(entry.seq, copies)
-        return admitted
 
     def _may_keep(self, seq: Sequence) -> bool:
         """Whether it may be computed before decode has room for it, and be kept here until then."""
@@ -329,7 +325,7 @@ class StepFilling:
     ) -> None:
         self._allocator = allocator
         self._room = StepRoom(cost, most_tokens=token_budget)
-        self._columns_left = staging_columns
+        self.columns_left = staging_columns  # of the ring, that this step has not used
         self._items: list[ScheduledSequence] = []
         self._copies: list[BlockCopy] = []
 
@@ -341,11 +337,6 @@ class StepFilling:
         """Whether this one may be computed in the step beside those that it has: a suspect is computed alone."""
         return not self._items or not (seq.num_alone or self._items[0].seq.num_alone)
 
-    @property
-    def columns_left(self) -> int:
-        """The number of columns of the staging ring that this step has not used."""
-        return self._columns_left
-
     def add(self, seq: Sequence, copies: tuple[BlockCopy, ...] = ()) -> None:
         """Plan the sequence's next chunk, or nothing where that does not fit. With `copies`, which bring its prefix to
         the device and are made in no other step than this, at least a token: behind a long prefix one may cost more
@@ -354,12 +345,12 @@ class StepFilling:
         if copies:
             num_tokens = max(num_tokens, 1)
         staged = self._allocator.num_columns_for(seq.num_computed + num_tokens) if seq.host_groups else 0
-        if num_tokens == 0 or staged > self._columns_left:
+        if num_tokens == 0 or staged > self.columns_left:
             return
         self._room.add(num_tokens, seq.num_computed)
         self._items.append(ScheduledSequence(seq, num_tokens))
         self._copies += copies
-        self._columns_left -= staged
+        self.columns_left -= staged
 
     def plan(self) -> StepPlan:
         return StepPlan(tuple(self._items), tuple(self._copies))

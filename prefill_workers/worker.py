@@ -132,7 +132,7 @@ class PrefillWorker(Worker):
     # --- steps ---
 
     def _plan(self) -> StepPlan:
-        return self.scheduler.plan()[0]
+        return self.scheduler.plan()
 
     def _on_prefix(self, seq: Sequence) -> None:
         self.scheduler.loaded(seq.key)

@@ -63,7 +63,7 @@ class Bench:
 
     def step(self) -> tuple[list[tuple[str, int]], list[str]]:
         """What was computed, and whose first token came."""
-        plan, _ = self.scheduler.plan()
+        plan = self.scheduler.plan()
         first = self.scheduler.finish_step(plan, self.runner.execute(plan))
         return [(i.seq.request_id, i.num_tokens) for i in plan.items], [seq.request_id for seq, _ in first]
 

@@ -133,9 +133,10 @@ class PrefillMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plan is None)
     @rule()
     def begin_step(self) -> None:
-        plan, admitted = self.scheduler.plan()
-        for seq in admitted:
-            assert seq.key in self.sequences and seq.key not in self.entered, "it entered before"
+        plan = self.scheduler.plan()
+        for seq in self.sequences.values():
+            if seq.lease is None or seq.key in self.entered:
+                continue
             self.entered.add(seq.key)
             assert seq.key not in self.loading
             assert seq.num_computed == seq.num_cached < seq.num_tokens

@@ -786,7 +786,7 @@ class SimulatedPrefill(SimulatedWorker):
         return self.steps.is_idle and not self._receivers
 
     def _plan(self) -> StepPlan:
-        return self.scheduler.plan()[0]
+        return self.scheduler.plan()
 
     def _finish(self, plan: StepPlan, output: StepOutput) -> None:
         chunks = {item.seq.key: item.num_tokens for item in plan.items}

@@ -315,7 +315,7 @@ class PrefillNode(Worker):
         self.scheduler.release(key)
 
     def begin_step(self) -> bool:
-        plan, _ = self.scheduler.plan()
+        plan = self.scheduler.plan()
         self.plan = plan if not plan.is_empty else None
         return self.plan is not None
 
