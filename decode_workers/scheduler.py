@@ -21,8 +21,8 @@ from decode_workers.offload_policy import NoOffload, OffloadPolicy, StepSelectio
 from decode_workers.pacing import longest_before_s
 from engine.cost_model.step_cost import KEPT, StepCost, StepWork
 from engine.cost_model.step_room import StepRoom
-from engine.drafting.drafter import Drafted, DrafterName
-from engine.drafting.speculation import Candidate, DraftCounts, Speculation
+from engine.drafting.drafter import Drafted
+from engine.drafting.speculation import Candidate, Speculation
 from engine.kv.allocation import BlockAllocator
 from engine.model.adapters import TURN_S, Need
 from engine.sequence import (
@@ -106,6 +106,7 @@ class DecodeScheduler:
     `allocator` gives them their blocks; `tiers` decides where they rest, and how many there may be at once. None: on
     the device only. A step has at most `token_budget` tokens, and as many of prompts as all who decode can bear by what
     they were promised, going by `cost()`: what nearly all steps stay below, None as long as that is not known.
+    `speculation`: who guesses tokens, and counts what comes of it; None: nobody does.
 
     The caller alternates `plan()` and `finish_step()`, or has the next step planned by `plan_ahead()` before the one in
     flight is finished; everything else may come at any moment in between. Steps are finished in the order of their
@@ -132,7 +133,7 @@ class DecodeScheduler:
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._cost = cost
-        self._speculation = speculation
+        self.speculation = speculation
         self._pacer = self.tiers.pacer
         self._entries: dict[SequenceKey, Entry] = {}
         self._local = LocalPrefill(allocator, self._host_groups_for)
@@ -183,11 +184,6 @@ class DecodeScheduler:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self._local.num_uncomputed_tokens
-
-    @property
-    def draft_counts(self) -> Mapping[DrafterName, DraftCounts]:
-        """What each drafter has drafted so far, and how much of it became tokens."""
-        return {} if self._speculation is None else self._speculation.counts
 
     def sequence(self, key: SequenceKey) -> Sequence | None:
         entry = self._entries.get(key)
@@ -343,14 +339,9 @@ class DecodeScheduler:
         )
         return StepPlan(()) if waits else self._plan(running, now)
 
-    @property
-    def speculation(self) -> Speculation | None:
-        """The speculation, for whoever reports what it counts."""
-        return self._speculation
-
     def _is_due_to_draft(self, running: list[Sequence]) -> bool:
         """Whether the step after the one in flight should know its tokens, to guess what follows them."""
-        if self._speculation is None or not running:
+        if self.speculation is None or not running:
             return False
         self._num_ahead += 1
         return self._num_ahead % _STEPS_AHEAD == 0
@@ -372,8 +363,8 @@ class DecodeScheduler:
         items = [item for item in plan.items if whom is None or item.seq.key == whom]
         for item in items:
             item.seq.num_alone = max(item.seq.num_alone, 1)
-        if self._speculation is not None:
-            self._speculation.failed(items)
+        if self.speculation is not None:
+            self.speculation.failed(items)
         return [e.seq for e in self._entries.values() if e.is_source and e.state is DecodeState.ENDED]
 
     def _suspects(self) -> list[Sequence]:
@@ -415,7 +406,7 @@ class DecodeScheduler:
         prompts = [] if room is None else self._prompts(selection, room)
         items = [ScheduledSequence(seq, 1, drafts.get(seq, ())) for seq in selection.ready] + prompts
         self._pacer.note_prefill(wanted=is_wanted, computed=any(item.seq is oldest for item in items))
-        drawing_s = 0.0 if self._speculation is None or not drafts else self._speculation.drawing_s
+        drawing_s = 0.0 if self.speculation is None or not drafts else self.speculation.drawing_s
         plan = StepPlan(tuple(items), tuple(selection.copies), drawing_s)
         if not plan.is_empty:
             self._begin_step(plan, selection.moving, None if self._in_flight else now)
@@ -427,7 +418,7 @@ class DecodeScheduler:
         """Guesses of what follows the selected sequences' next tokens, as many as promised gaps bear; where prompts
         will have some of `room`, in half of it at most, of the tokens and of the time, and only for those that were
         promised a TPOT. None where the sequences' newest tokens are not known yet."""
-        if self._speculation is None or self._in_flight or not selection.ready:
+        if self.speculation is None or self._in_flight or not selection.ready:
             return _NO_DRAFTS
         work = StepWork(decodes=len(selection.ready), context_tokens=sum(seq.num_tokens for seq in selection.ready))
         # A column more for everyone, and another one.
@@ -444,7 +435,7 @@ class DecodeScheduler:
             candidates.append(Candidate(seq, num_drafts, self._pacer.is_late(seq, now)))
         if room is not None and beside_prompts:
             most, longest_s = most // 2, min(longest_s, room.half_s)
-        drafts = self._speculation.plan(candidates, work, most=most, longest_s=longest_s, beside_prompts=beside_prompts)
+        drafts = self.speculation.plan(candidates, work, most=most, longest_s=longest_s, beside_prompts=beside_prompts)
         for seq, token_ids in drafts.items():
             grown = self.allocator.grow(seq, seq.num_tokens + len(token_ids))
             assert grown, "drafts were planned for which there is no room"
@@ -499,8 +490,8 @@ class DecodeScheduler:
         is_due = self._pacer.prefill_is_overdue or not (running or self._in_flight)
         for seq, token_ids in drafts.items():
             beside = beside.plus_prefill(len(token_ids), seq.num_tokens)
-        if self._speculation is not None and drafts:
-            allowed_s -= self._speculation.drawing_s
+        if self.speculation is not None and drafts:
+            allowed_s -= self.speculation.drawing_s
         return StepRoom(
             cost,
             most_tokens=most_tokens,
@@ -550,8 +541,8 @@ class DecodeScheduler:
             elif item.seq.pooling is not None and item.seq.num_uncomputed == 0:
                 self._end(entry)
                 emissions.append(Emission(item.seq, 0, None, "stop", None))
-        if self._speculation is not None:
-            self._speculation.computed(plan, output)
+        if self.speculation is not None:
+            self.speculation.computed(plan, output)
         self._release_ended(step)
         return emissions
 
@@ -559,8 +550,8 @@ class DecodeScheduler:
         """What a step with drafts brought: up to the token that ends the sequence, if one does. The KV of each draft
         that was right stands; that of the others is written again."""
         seq = entry.seq
-        assert self._speculation is not None, f"{seq.request_id} has drafts, and nobody made them"
-        drafter = self._speculation.verified(seq, num_drafts, len(sampled) - 1)
+        assert self.speculation is not None, f"{seq.request_id} has drafts, and nobody made them"
+        drafter = self.speculation.verified(seq, num_drafts, len(sampled) - 1)
         emissions: list[Emission] = []
         for token in sampled:
             if emissions:
@@ -698,8 +689,8 @@ class DecodeScheduler:
             self._local.remove(seq)
         if entry.state is DecodeState.RUNNING:
             self._running.remove(seq)
-        if self._speculation is not None and seq.output_token_ids:  # preempted ones too
-            self._speculation.ended(seq)
+        if self.speculation is not None and seq.output_token_ids:  # preempted ones too
+            self.speculation.ended(seq)
         entry.state = DecodeState.ENDED
         if not self._is_in_use(entry):
             self._release(seq)

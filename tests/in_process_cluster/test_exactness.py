@@ -476,7 +476,8 @@ async def test_tokens_are_hugging_faces(models: Models, name: str) -> None:
         assert bool(ahead) >= case.overlap, "no step was planned before the one in flight was over"
         assert len(in_parts) == (sum(length > 16 for length in case.lengths) + num_again if case.parts else 0)
         assert layerkv is None or max(decoding.placements) > 0, "all had room on the device"
-        drafted = sum(counts.drafted for w in cluster.decodes for counts in w.scheduler.draft_counts.values())
+        drafters = filter(None, (worker.scheduler.speculation for worker in cluster.decodes))
+        drafted = sum(counts.drafted for drafter in drafters for counts in drafter.counts.values())
         # Not beside prompts, of which a decode worker of one pool may always have some, nor ahead of another step.
         assert case.overlap or case.one_pool or bool(drafted) == bool(case.drafts)
         stats = cluster.models[0].runner.transfer_stats

@@ -62,7 +62,8 @@ def assert_hugging_faces(llama: SmallModel, prompts: list[list[int]], found: lis
 
 
 def counts_of(engine: LocalEngine) -> DraftCounts:
-    return engine.scheduler.draft_counts["model"]
+    assert engine.speculation is not None
+    return engine.speculation.counts["model"]
 
 
 def first_with_drafts(engine: LocalEngine, model: LoadedModel) -> StepPlan:

@@ -63,7 +63,8 @@ def generate(engine: LocalEngine, params: SamplingParams) -> tuple[list[int], Dr
     seq = Sequence(request_id="r", attempt=0, params=params, prompt_token_ids=PROMPT)
     for _ in engine.run([seq]):
         pass
-    return seq.output_token_ids, engine.scheduler.draft_counts["heads"]
+    assert engine.speculation is not None
+    return seq.output_token_ids, engine.speculation.counts["heads"]
 
 
 def test_what_heads_take_is_no_room_for_kv(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
