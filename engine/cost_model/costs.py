@@ -34,7 +34,7 @@ class StepCosts:
     def __init__(self, estimate: StepCost) -> None:
         self.estimate = estimate
         self._first: list[tuple[StepWork, float]] = []
-        self._is_seeded = False
+        self.is_seeded = False  # steps to come refine what is known already
         self._seed_error = estimate.relative_error
         self._learnt: StepCostFit | None = None
         self._unlearnt: list[tuple[StepWork, float]] = []
@@ -42,14 +42,9 @@ class StepCosts:
         self._recent: StepCost | None = None
         self.rows = RowCosts()
 
-    @property
-    def is_seeded(self) -> bool:
-        """Steps to come refine what is known already."""
-        return self._is_seeded
-
     def seed(self, cost: StepCost) -> None:
         """Begin with what was measured."""
-        self._learnt, self._seed_error, self._is_seeded = StepCostFit(cost), cost.relative_error, True
+        self._learnt, self._seed_error, self.is_seeded = StepCostFit(cost), cost.relative_error, True
         self._cautious = self._recent = None
         self._unlearnt.clear()
 
@@ -60,7 +55,7 @@ class StepCosts:
         if work.drafts:  # beside what is known of such steps without them
             if (cost := self.recent_cost()) is not None:
                 self.rows.observe(work.decodes, work.drafts, seconds - cost.step_s(work), cost.prefill_token_s)
-        elif self._is_seeded:
+        elif self.is_seeded:
             self._unlearnt.append((work, seconds))
             if len(self._unlearnt) == _STEPS_AT_ONCE:
                 self._learn()
@@ -68,7 +63,7 @@ class StepCosts:
             self._first.append((work, seconds))
             self._learnt = StepCostFit(fit_steps(self.estimate, self._first))
             self._cautious = self._recent = None
-            self._is_seeded = len(self._first) == _SCALING_STEPS
+            self.is_seeded = len(self._first) == _SCALING_STEPS
 
     @property
     def _fit(self) -> StepCostFit | None:
@@ -108,7 +103,7 @@ class StepCosts:
     def predicted_s(self, work: StepWork) -> float | None:
         """Seconds that a step of this work will take, with what the latest steps of its kind took beyond their cost.
         None: too little is known, or it has no tokens."""
-        cost = self.cost() if self._is_seeded and (work.prefill_tokens or work.decodes) else None
+        cost = self.cost() if self.is_seeded and (work.prefill_tokens or work.decodes) else None
         if cost is None:
             return None
         drafts_s = self.rows.extra_s(work.decodes, work.drafts, cost.prefill_token_s)

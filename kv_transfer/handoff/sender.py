@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -244,7 +244,8 @@ class KvSender:
         self._owner = owner
         self._handoffs: dict[SequenceKey, _HandOff] = {}
         self._peers: dict[str, _Peer] = {}
-        self._links: dict[str, LinkReport] = {}  # who was sent to last is last
+        # What came of hand-offs, by the decode worker; who was sent to last is last.
+        self.links: dict[str, LinkReport] = {}
         self._unreachable: dict[str, float] = {}  # when a link to them could not be made
         self.num_failed = 0
         self._copying = copying_threads("kv-copies-out")
@@ -254,11 +255,6 @@ class KvSender:
     @property
     def num_handing_over(self) -> int:
         return len(self._handoffs)
-
-    @property
-    def links(self) -> Mapping[str, LinkReport]:
-        """What came of hand-offs, by the decode worker; of those that were sent to last."""
-        return self._links
 
     @property
     def unreachable(self) -> list[str]:
@@ -385,10 +381,10 @@ class KvSender:
         self._do(actions)
 
     def _count(self, worker_id: str, timeline: HandoffTimeline) -> None:
-        before = self._links.pop(worker_id, None) or LinkReport()
-        if len(self._links) == _MAX_LINKS:
-            del self._links[next(iter(self._links))]
-        self._links[worker_id] = LinkReport(
+        before = self.links.pop(worker_id, None) or LinkReport()
+        if len(self.links) == _MAX_LINKS:
+            del self.links[next(iter(self.links))]
+        self.links[worker_id] = LinkReport(
             num_handoffs=before.num_handoffs + 1,
             num_bytes=before.num_bytes + timeline.num_bytes,
             num_hidden_bytes=before.num_hidden_bytes + timeline.num_hidden_bytes,

@@ -31,7 +31,7 @@ class PrefixLoading:
         on_over: Callable[[Sequence], None],
         on_room: Callable[[], None],
     ) -> None:
-        self._tiers = tiers
+        self.tiers = tiers
         self._allocator = allocator
         self._prefill_s = prefill_s
         self._on_over = on_over
@@ -39,10 +39,6 @@ class PrefixLoading:
         self._loading: dict[SequenceKey, tuple[Sequence, Promotion]] = {}
         self.hit_tokens: Counter[PrefixSource] = Counter()
         self.missed_tokens = 0
-
-    @property
-    def tiers(self) -> PrefixTiers | None:
-        return self._tiers
 
     @property
     def num_loading(self) -> int:
@@ -60,15 +56,15 @@ class PrefixLoading:
 
     def begin(self, seq: Sequence) -> bool:
         """Start loading if that is predicted to be faster than computing; True: `on_over` will be called, later."""
-        if self._tiers is None or not seq.skips_prefix or not self._allocator.prefix_caching:
+        if self.tiers is None or not seq.skips_prefix or not self._allocator.prefix_caching:
             return False
         block_size = self._allocator.block_size
         hashes = self._allocator.hashes(seq, (seq.num_tokens - 1) // block_size)
-        plan = self._tiers.missing(hashes)
+        plan = self.tiers.missing(hashes)
         num_gained = (plan.num_reachable - plan.num_ready) * block_size
         if num_gained == 0 or plan.load_s >= self._prefill_s(num_gained):
             return False
-        promotion = self._tiers.promote(hashes[: plan.num_reachable], lambda num_ready: self._over(seq.key, num_ready))
+        promotion = self.tiers.promote(hashes[: plan.num_reachable], lambda num_ready: self._over(seq.key, num_ready))
         self._loading[seq.key] = seq, promotion
         return True
 
@@ -93,16 +89,16 @@ class PrefixLoading:
     def stored(self, columns: Iterable[tuple[Sequence, int, int]]) -> None:
         """Write columns `[first, stop)` of sequences, which have become findable, down the tiers, unless the sequence
         was dropped."""
-        if self._tiers is None:
+        if self.tiers is None:
             return
         for seq, first, stop in columns:
             if seq.prefix is not None and stop > first:
-                self._tiers.stored(seq.prefix.hashes[first:stop])
+                self.tiers.stored(seq.prefix.hashes[first:stop])
 
     def ended(self, seq: Sequence) -> None:
         """A sequence has ended and will store no more: what is kept of it is let go from its end on, in every tier."""
-        if self._tiers is not None and seq.prefix is not None:
-            self._tiers.used(seq.prefix.hashes)
+        if self.tiers is not None and seq.prefix is not None:
+            self.tiers.used(seq.prefix.hashes)
 
     def count(self, seq: Sequence) -> None:
         """Count where the prefix of a sequence came from, once its prompt has been computed here."""
@@ -120,13 +116,13 @@ class PrefixLoading:
 
     def open(self) -> None:
         """`on_room` is called from now on: what an earlier worker's tiers still held may be let go at any moment."""
-        if self._tiers is not None:
-            self._tiers.call_on_room(self._on_room)
+        if self.tiers is not None:
+            self.tiers.call_on_room(self._on_room)
 
     def close(self) -> None:
         """Close: no callback comes any more."""
-        if self._tiers is not None:
-            self._tiers.call_on_room(lambda: None)
+        if self.tiers is not None:
+            self.tiers.call_on_room(lambda: None)
         for key in list(self._loading):
             self.cancel(key)
 
