@@ -7,7 +7,7 @@ Shape legend: see `kernels.interface`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.interface import (
-    Activation,
     CacheGeometry,
     ExpertChoice,
     GatedMlp,
     GraphAttention,
     GraphAttentionLimits,
     HeadwiseLinear,
-    KVSlots,
     Linear,
     PagedAttention,
     Segment,
@@ -101,12 +99,15 @@ class GpuKernels:
     device: torch.device
     batch_invariant: bool
 
+    packed_bytes = staticmethod(packed_bytes)
+    rms_norm = staticmethod(elementwise.rms_norm)
+    add_rms_norm = staticmethod(elementwise.add_rms_norm)
+    rotate_and_store = staticmethod(elementwise.rotate_and_store)
+    gated_activation = staticmethod(elementwise.gated_activation)
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         weight = weight.contiguous()
         return InvariantLinear(weight, bias) if self.batch_invariant else CublasLinear(weight, bias)
-
-    def packed_bytes(self, shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> int:
-        return packed_bytes(shapes, dtype)
 
     def pack_quantised(
         self, weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype, *, is_output_layer: bool = False
@@ -129,20 +130,6 @@ class GpuKernels:
         first, held = held_experts(experts)
         gate_up, down = (_stacked([getattr(expert, name) for expert in held]) for name in ("gate_up", "down"))
         return pack_experts(router, gate_up, down, held[0].activation, choice, num_experts=len(experts), first=first)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise.rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, residual: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return elementwise.add_rms_norm(residual, y, weight, eps)
-
-    def rotate_and_store(
-        self, qk: Tensor, v: Tensor, cos: Tensor, signed_sin: Tensor, into: KVSlots
-    ) -> tuple[Tensor, Tensor]:
-        return elementwise.rotate_and_store(qk, v, cos, signed_sin, into)
-
-    def gated_activation(self, gate_up: Tensor, kind: Activation, /) -> Tensor:
-        return elementwise.gated_activation(gate_up, kind)
 
     def plan_attention(
         self, segments: Sequence[Segment], geometry: CacheGeometry, *, window: int | None, dtype: torch.dtype
