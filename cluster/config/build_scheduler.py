@@ -43,7 +43,6 @@ def scheduler_policy(config: LegatoConfig) -> SchedulerPolicy:
     settings = config.scheduler
     return config.tuned(
         SchedulerPolicy(
-            local_prefill_below=settings.local_prefill_below_tokens,
             stale_after_s=STALE_AFTER_S,
             decision=DecisionPolicy(one_pool=config.workers is not None),
             admission=AdmissionPolicy(max_queued_tokens=settings.max_queued_tokens, max_wait_s=config.max_wait_s),

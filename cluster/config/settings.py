@@ -90,7 +90,6 @@ NOT_TUNABLE: Final = {
     "SchedulerPolicy.admission.max_queued_tokens": "scheduler.max_queued_tokens",
     "SchedulerPolicy.admission.max_wait_s": "scheduler.max_wait_s",
     "SchedulerPolicy.decision.one_pool": "workers",
-    "SchedulerPolicy.local_prefill_below": "scheduler.local_prefill_below_tokens",
     "TiersConfig.disk": "kv.disk",
     "TiersConfig.host": "kv.prefill.host_memory and kv.decode.host_memory",
     "TransferConfig.transport": "transfer.transport",
@@ -508,9 +507,6 @@ class NetworkSettings(Settings):
 
 
 class SchedulerSettings(Settings):
-    local_prefill_below_tokens: int = Field(
-        0, ge=0, description="Prompts shorter than this are prefilled by the decode worker itself; 0: none."
-    )
     max_queued_tokens: int = Field(
         131_072, ge=1, description="Waiting prompt tokens per worker; more requests are answered with 429."
     )
@@ -928,16 +924,6 @@ class LegatoConfig(ServedSettings):
         return self
 
     @model_validator(mode="after")
-    def _check_local_prefill(self) -> Self:
-        below = self.scheduler.local_prefill_below_tokens
-        if below and any(served.workers is not None for served in self.served):
-            raise ValueError(
-                f"scheduler.local_prefill_below_tokens is {below}, but of `workers` of one type each computes whatever"
-                " serves best, and there are no prefill workers to keep prompts from; leave one of the two out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_model_flips(self) -> Self:
         if not self.scheduler.model_flips:
             return self
@@ -964,12 +950,6 @@ class LegatoConfig(ServedSettings):
                         f"{where}kv.{name}.block_size is {pool.block_size}, more than {where}model.max_model_len"
                         f" ({context}), so that no block could ever be full; use a smaller one, 16 for example"
                     )
-            if not served.is_colocated and self.scheduler.local_prefill_below_tokens > context:
-                raise ValueError(
-                    f"scheduler.local_prefill_below_tokens is {self.scheduler.local_prefill_below_tokens}, beyond "
-                    f"{where}model.max_model_len ({context}), so no prompt would ever be handed over; lower it, or say"
-                    f" so with {where}prefill.replicas: 0"
-                )
         return self
 
 

@@ -264,10 +264,6 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
             ("tuning.SchedulerPolicy.admission.max_wait_s is no constant", "set scheduler.max_wait_s"),
         ),
         (
-            {"workers": 1, "tuning": {"SchedulerPolicy": {"local_prefill_below": 100}}},
-            ("tuning.SchedulerPolicy.local_prefill_below", "set scheduler.local_prefill_below_tokens"),
-        ),
-        (
             {"kv": {"layerkv": "off"}, "tuning": {"DecodeWorkerConfig": {"layerkv": {"max_in_flight": 4}}}},
             ("tuning.DecodeWorkerConfig.layerkv is no constant", "set kv.layerkv"),
         ),
@@ -330,10 +326,6 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         ),
         ({"kv": {"decode": {"host_memory": "20"}}}, ("kv.decode.host_memory: 20 is a number of bytes", "mean 20%")),
         ({"kv": {"decode": {"memory": 4096}}}, ("4096 is a number of bytes, which holds no KV; write its unit",)),
-        (
-            {"workers": 2, "scheduler": {"local_prefill_below_tokens": 64}},
-            ("scheduler.local_prefill_below_tokens is 64", "`workers` of one type", "leave one of the two out"),
-        ),
         ({"model": "."}, ("model: ref is '.'", "give a served_name")),
         ({"model": {"ref": "models/x", "served_name": ".."}}, ("model: ref is 'models/x'",)),
         ({"network": {"host": "0.0.0.0"}}, ("network.host: 0.0.0.0 is every address", "write node")),
@@ -348,10 +340,6 @@ def test_an_application_is_built_before_there_is_a_ray() -> None:
         (
             {"model": {"max_model_len": 32}, "kv": {"prefill": {"block_size": 64}}},
             ("kv.prefill.block_size is 64", "max_model_len (32)"),
-        ),
-        (
-            {"model": {"max_model_len": 32}, "scheduler": {"local_prefill_below_tokens": 64}},
-            ("scheduler.local_prefill_below_tokens", "prefill.replicas: 0"),
         ),
         ({"models": [{"model": "a"}], "model": "b"}, ("models is given, and so is model", "in models")),
         ({"models": [{"model": "a"}], "kv": {}, "decode": {}}, ("models is given, and so are decode, kv",)),
