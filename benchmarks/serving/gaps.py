@@ -13,13 +13,12 @@ from typing import cast
 from benchmarks.common.cluster_gate import require_same_opinion
 from benchmarks.common.cluster_process import running_cluster
 from benchmarks.common.local import MAX_NUM_SEQS, load_default_model, local_engine
-from benchmarks.common.part import Json, note, run_part
+from benchmarks.common.part import Json, note, percentiles, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.sse_client import http_wave
 from benchmarks.common.workload import MODEL, Load
 from benchmarks.peers.engines.http_asker import HttpAsker
 from benchmarks.peers.works import LONG_TOKENS, STEADY_STREAMS, drawing, steady
-from cluster.load.timing import percentiles
 from cluster.scheduler.placement.admission import AdmissionPolicy
 from cluster.slo.classes import GAP_HEADER
 

@@ -24,7 +24,7 @@ from typing import IO, cast
 import psutil
 import uvloop
 
-from benchmarks.common.part import ROOT, Json, note, run_part, spread
+from benchmarks.common.part import ROOT, Json, note, percentiles, run_part, spread
 from benchmarks.common.sse_client import stream_wave
 from benchmarks.common.workload import MODEL, Load, draw_prompts
 from benchmarks.serving.gateway_server import ServerOrder
@@ -33,7 +33,7 @@ from benchmarks.serving.scripted_worker import ScriptedWorker, keep_beat, keep_p
 from benchmarks.serving.timelines import measure_timelines
 from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE
 from cluster.load.client import AnswerError
-from cluster.load.timing import MS, percentiles
+from cluster.load.timing import MS
 from cluster.scheduler.server import ModelRules, SchedulerServer
 from kv_transfer.messages.requests import Endpoint
 from kv_transfer.transports.base import Identity

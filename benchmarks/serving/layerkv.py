@@ -20,8 +20,8 @@ from benchmarks.common.cluster_process import running_cluster
 from benchmarks.common.local import load_default_model, local_engine
 from benchmarks.common.part import Json, note, run_part
 from benchmarks.common.sse_client import http_wave, stream_one
-from benchmarks.common.workload import MODEL, Load, Wave, draw_prompts
-from cluster.load.timing import MS, RequestTiming, describe_requests
+from benchmarks.common.workload import MODEL, Load, Wave, describe_requests, draw_prompts
+from cluster.load.timing import MS, RequestTiming
 
 PROMPT_TOKENS = 256
 OUTPUT_TOKENS = 640

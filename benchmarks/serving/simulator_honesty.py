@@ -28,12 +28,12 @@ from benchmarks.common.cluster_watch import ClusterWatch
 from benchmarks.common.part import Json, note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.sse_client import http_wave, stream_one
-from benchmarks.common.workload import MODEL, Load
+from benchmarks.common.workload import MODEL, Load, describe_requests
 from benchmarks.serving.overheads import Overheads, lone_overheads
 from benchmarks.serving.traced_load import Timed, drawn, shrunk, stretched, timed
 from cluster.gateway.request_log import LoggedCluster, LoggedRequest, cluster_line, request_line
 from cluster.load.sending import send_at_their_times
-from cluster.load.timing import RequestTiming, describe_requests, percentile
+from cluster.load.timing import RequestTiming, percentile
 from cluster.simulation.plan.demand import demand_of
 from cluster.simulation.records import Quantiles, RequestRecord
 from cluster.simulation.whatif import replay

@@ -375,6 +375,7 @@ def report_of(sent: Sequence[Sent], promise: SloClass) -> Json:
         if request.timing is None and request.status != 429:
             errors[request.error] = errors.get(request.error, 0) + 1
     tpots = [timing.tpot_s for timing in answered if timing.num_tokens > 1]
+    measured = [_measured(request, promise) for request in sent]
     return {
         "requests": len(sent),
         "duration_s": rounded(duration_s),
@@ -396,10 +397,10 @@ def report_of(sent: Sequence[Sent], promise: SloClass) -> Json:
         },
         "late_to_send_ms": _quantiles([max(0.0, request.sent_s - request.due_s) for request in sent]),
         "goodput": {
-            "ttft_and_tpot": _goodput([t for t in answered if t.keeps_tpot(promise)], len(sent), duration_s),
-            "ttft_and_gap": _goodput([t for t in answered if t.keeps_gap(promise)], len(sent), duration_s),
+            "ttft_and_tpot": _goodput([request for request in measured if request.keeps_tpot], len(sent), duration_s),
+            "ttft_and_gap": _goodput([request for request in measured if request.keeps_gap], len(sent), duration_s),
         },
-        "countings": {words: asdict(shares) for words, shares in _countings(sent, promise).items()},
+        "countings": {words: asdict(shares) for words, shares in count(measured).items()},
         "promise_ms": {
             "ttft": _told_ms(promise.ttft_s),
             "tpot": _told_ms(promise.tpot_s),
@@ -408,20 +409,17 @@ def report_of(sent: Sequence[Sent], promise: SloClass) -> Json:
     }
 
 
-def _countings(sent: Sequence[Sent], promise: SloClass) -> dict[str, Shares]:
-    """Count what was in time. A request without an answer counts with the tokens that it asked for."""
-    return count(
-        [
-            MeasuredRequest(
-                slo=promise,
-                prompt_tokens=s.num_prompt_tokens or s.request.prompt_tokens,
-                output_tokens=s.request.output_tokens if s.timing is None else s.timing.num_tokens,
-                ttft_s=None if s.timing is None else s.timing.ttft_s,
-                tpot_s=None if s.timing is None or s.timing.num_tokens < 2 else s.timing.tpot_s,
-                gap_p99_s=None if s.timing is None else s.timing.gap_p99_s,
-            )
-            for s in sent
-        ]
+def _measured(sent: Sent, promise: SloClass) -> MeasuredRequest:
+    """What is judged by the promise and counted. A request without an answer counts by the tokens that it asked for."""
+    if sent.timing is not None:
+        return sent.timing.measured(promise, sent.num_prompt_tokens or sent.request.prompt_tokens)
+    return MeasuredRequest(
+        slo=promise,
+        prompt_tokens=sent.request.prompt_tokens,
+        output_tokens=sent.request.output_tokens,
+        ttft_s=None,
+        tpot_s=None,
+        gap_p99_s=None,
     )
 
 
@@ -437,11 +435,11 @@ def _quantiles(values: Sequence[float]) -> Json | None:
     return {**dict(zip(names, found, strict=True)), "samples": len(values)}
 
 
-def _goodput(good: Sequence[RequestTiming], num_requests: int, duration_s: float) -> Json:
+def _goodput(good: Sequence[MeasuredRequest], num_requests: int, duration_s: float) -> Json:
     return {
         "requests_per_s": rounded(len(good) / duration_s),
         "share": round(len(good) / num_requests, 4),
-        "output_tokens_per_s": rounded(sum(timing.num_tokens for timing in good) / duration_s),
+        "output_tokens_per_s": rounded(sum(request.output_tokens for request in good) / duration_s),
     }
 
 

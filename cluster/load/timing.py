@@ -10,13 +10,12 @@ from typing import Final
 import numpy as np
 
 from cluster.slo.classes import SloClass
+from cluster.slo.countings import MeasuredRequest
 from cluster.slo.report import gap_p99
 
 Json = dict[str, object]
 
 MS: Final = 1e-3
-PROMISE: Final = SloClass(name="benchmark", ttft_s=2.0, tpot_s=0.1, gap_s=0.2)
-"""Loads without a promise of their own are judged by this one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,56 +52,22 @@ class RequestTiming:
         None: there are no gaps."""
         return gap_p99(np.array(self.gaps_s))
 
-    def keeps_tpot(self, promise: SloClass) -> bool:
-        """Whether the first token and the mean time per token were in time; a single token has no such mean."""
-        tpot_s = self.tpot_s if self.num_tokens > 1 else None
-        return promise.meets_ttft(self.ttft_s) and promise.meets_tpot(tpot_s)
-
-    def keeps_gap(self, promise: SloClass) -> bool:
-        """Whether the first token and the gaps were in time."""
-        return promise.meets_ttft(self.ttft_s) and promise.meets_gap_p99(self.gap_p99_s)
-
-
-def describe_requests(requests: Sequence[RequestTiming], promise: SloClass = PROMISE) -> Json:
-    """Quantiles of TTFT, TPOT and, where gaps were seen, of all gaps, with what was in time."""
-    gaps = [gap_s for request in requests for gap_s in request.gaps_s]
-    return {
-        "ttft_ms": percentiles([request.ttft_s for request in requests], MS),
-        "tpot_ms": percentiles([request.tpot_s for request in requests], MS),
-        **({"gap_ms": percentiles(gaps, MS), "in_time": in_time(requests, promise)} if gaps else {}),
-    }
-
-
-def in_time(requests: Sequence[RequestTiming], promise: SloClass) -> Json:
-    """The share of the requests, and of the output tokens, whose request was in time: by its first token and its mean,
-    and by its first token and its gaps. A request that is a little late loses all of its tokens."""
-
-    def kept(good: Sequence[RequestTiming]) -> Json:
-        tokens = sum(request.num_tokens for request in good) / sum(request.num_tokens for request in requests)
-        return {"requests": round(len(good) / len(requests), 4), "tokens": round(tokens, 4)}
-
-    return {
-        "ttft_ms": None if promise.ttft_s is None else promise.ttft_s / MS,
-        "tpot_ms": None if promise.tpot_s is None else promise.tpot_s / MS,
-        "gap_ms": None if promise.gap_s is None else promise.gap_s / MS,
-        "ttft_and_tpot": kept([request for request in requests if request.keeps_tpot(promise)]),
-        "ttft_and_gap": kept([request for request in requests if request.keeps_gap(promise)]),
-    }
+    def measured(self, promise: SloClass, num_prompt_tokens: int = 0) -> MeasuredRequest:
+        """What is judged by the promise, and counted."""
+        return MeasuredRequest(
+            slo=promise,
+            prompt_tokens=num_prompt_tokens,
+            output_tokens=self.num_tokens,
+            ttft_s=self.ttft_s,
+            tpot_s=self.tpot_s if self.num_tokens > 1 else None,
+            gap_p99_s=self.gap_p99_s,
+        )
 
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least `share` of all do not exceed (nearest rank); 0 < share <= 1."""
     ordered = sorted(values)
     return ordered[math.ceil(share * len(ordered)) - 1]
-
-
-def percentiles(values: Sequence[float], unit_s: float) -> Json:
-    """P50 and P99 of durations in seconds, told in units of `unit_s` (0.001: milliseconds), and how many there are."""
-    return {
-        "p50": rounded(percentile(values, 0.5) / unit_s),
-        "p99": rounded(percentile(values, 0.99) / unit_s),
-        "samples": len(values),
-    }
 
 
 def rounded(value: float) -> float:

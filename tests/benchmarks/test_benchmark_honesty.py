@@ -7,12 +7,13 @@ from itertools import accumulate, pairwise
 import pytest
 
 from benchmarks.common.cluster_process import cluster_document
+from benchmarks.common.workload import describe_requests, in_time
 from benchmarks.serving.overheads import Overheads, overheads_of
 from benchmarks.serving.simulator_honesty import LAYOUTS, NUM_WARM, compared
 from benchmarks.serving.traced_load import OUTPUT_TOKENS, PROMPT_TOKENS, RUN_TOKENS, drawn, shrunk, stretched, timed
 from cluster.config.settings import LegatoConfig
 from cluster.gateway.request_log import LoggedRequest
-from cluster.load.timing import RequestTiming, describe_requests, in_time
+from cluster.load.timing import RequestTiming
 from cluster.simulation.records import Gaps, RequestRecord
 from cluster.simulation.workload.prompts import content_hashes
 from cluster.simulation.workload.traces import TraceRequest
