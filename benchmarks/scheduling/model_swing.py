@@ -17,9 +17,10 @@ between tokens. In time is who was, the first time that it came.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import takewhile
+from itertools import chain, groupby, pairwise, takewhile
 from pathlib import Path
 from statistics import fmean, median
 from typing import Final
@@ -31,7 +32,7 @@ from benchmarks.scheduling.goodput_setting import Layout, Setting, add_trace_pat
 from benchmarks.scheduling.shifting import endless
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.models import ModelsResult, simulate_models
-from cluster.simulation.workload.traces import TraceRequest, paced, swing, unbunched
+from cluster.simulation.workload.traces import TraceRequest, paced, swing
 
 NUM_WORKERS: Final = 4
 PERIODS: Final = 2
@@ -78,6 +79,21 @@ def play(
 def _coming(setting: Setting, begin: int, load: float, pace: Callable[[float], float]) -> Iterator[TraceRequest]:
     whole = list(unbunched(setting.requests(begin, load * bounds(setting, begin)[0]), setting.seed))
     return paced((replace(request, arrival_s=at) for at, request in endless(whole)), pace)
+
+
+def unbunched(requests: Iterable[TraceRequest], seed: int = 0) -> Iterator[TraceRequest]:
+    """The requests with those of one moment drawn apart, each anywhere before the next moment: as they may have come
+    where a trace tells time in steps. Mooncake's are of 3 s, and hold ten requests: slowed down, they would come as few
+    bursts of ten."""
+    rng = random.Random(seed)
+    moments = (list(group) for _, group in groupby(requests, key=lambda request: request.arrival_s))
+    for group, following in pairwise(chain(moments, [[]])):
+        if len(group) == 1 or not following:
+            yield from group
+            continue
+        until_s = following[0].arrival_s
+        times = sorted(rng.uniform(group[0].arrival_s, until_s) for _ in group)
+        yield from (replace(request, arrival_s=at) for request, at in zip(group, times, strict=True))
 
 
 def _until(requests: Iterator[TraceRequest], end_s: float) -> Iterator[TraceRequest]:

@@ -1,8 +1,10 @@
-"""Kinds of requests that take turns: each goes on where it stopped, at its own share of what the workers can do."""
+"""Kinds of requests that take turns: each goes on where it stopped, at its own share of what the workers can do; and
+requests of one moment, drawn apart."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from itertools import groupby, pairwise
 
 import pytest
@@ -10,7 +12,9 @@ import pytest
 from benchmarks.scheduling.goodput_comparison import bounds
 from benchmarks.scheduling.goodput_counting import Counts
 from benchmarks.scheduling.goodput_setting import Layout, Setting, play
+from benchmarks.scheduling.model_swing import unbunched
 from benchmarks.scheduling.shifting import LONGEST_ANSWER, Exchanged, Shifting, measure
+from cluster.simulation.workload.traces import TraceRequest
 
 TPOT_S = 0.03
 LONG = Setting(trace="mooncake", path=None, num_workers=2, num_requests=40, tpot_s=TPOT_S)
@@ -71,3 +75,19 @@ def test_what_was_found_is_told_for_each_layout(monkeypatch: pytest.MonkeyPatch)
     assert set(told["rows"]) == {"legato-auto", "legato 4+4"}
     assert told["highest_load"] == {"legato-auto": 0.2, "legato 4+4": 0.2}
     assert (told["best_fixed"], told["ratio"]) == ("legato 4+4", 1.0)
+
+
+def test_requests_of_one_moment_are_drawn_apart_and_all_others_stay() -> None:
+    """A slowed trace that tells time in steps would else come as few large bursts."""
+    times = [0.0, 0.0, 0.0, 3.0, 4.5, 6.0, 6.0]
+    stamped = [
+        TraceRequest(request_id=f"r{number}", arrival_s=at, prompt_tokens=1 + number, output_tokens=1)
+        for number, at in enumerate(times)
+    ]
+    apart = list(unbunched(iter(stamped)))
+    came = [request.arrival_s for request in apart]
+    assert [replace(request, arrival_s=0.0) for request in apart] == [replace(r, arrival_s=0.0) for r in stamped]
+    assert came == sorted(came) and len(set(came[:3])) == 3 and came[0] > 0.0 and came[2] < 3.0
+    assert came[3:] == times[3:], "also the last ones, which nobody follows"
+    assert came == [request.arrival_s for request in unbunched(stamped)]
+    assert came[:3] != [request.arrival_s for request in unbunched(stamped, seed=1)][:3]

@@ -15,11 +15,10 @@ import gzip
 import io
 import json
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import chain, groupby, islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Final, Literal, TextIO, get_args
 
@@ -139,21 +138,6 @@ def paced(requests: Iterable[TraceRequest], times: Callable[[float], float]) -> 
             theirs += step_s * pace
             now += step_s
         yield replace(request, arrival_s=now)
-
-
-def unbunched(requests: Iterable[TraceRequest], seed: int = 0) -> Iterator[TraceRequest]:
-    """The requests with those of one moment drawn apart, each anywhere before the next moment: as they may have come
-    where a trace tells time in steps. Mooncake's are of 3 s, and hold ten requests: slowed down, they would come as few
-    bursts of ten."""
-    rng = random.Random(seed)
-    moments = (list(group) for _, group in groupby(requests, key=lambda request: request.arrival_s))
-    for group, following in pairwise(chain(moments, [[]])):
-        if len(group) == 1 or not following:
-            yield from group
-            continue
-        until_s = following[0].arrival_s
-        times = sorted(rng.uniform(group[0].arrival_s, until_s) for _ in group)
-        yield from (replace(request, arrival_s=at) for request, at in zip(group, times, strict=True))
 
 
 def swing(period_s: float, phase: float, depth: float = 0.8) -> Callable[[float], float]:

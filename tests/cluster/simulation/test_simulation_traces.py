@@ -13,7 +13,7 @@ import pytest
 
 from cluster.simulation.workload.prompts import content_hashes
 from cluster.simulation.workload.synthetic import CONTENT_TOKENS, LogNormal, Workload, draw_requests
-from cluster.simulation.workload.traces import TraceFormat, TraceRequest, read_trace, scaled, unbunched
+from cluster.simulation.workload.traces import TraceFormat, TraceRequest, read_trace, scaled
 
 MOONCAKE = """\
 {"timestamp": 0, "input_length": 1100, "output_length": 500, "hash_ids": [0, 1, 2]}
@@ -130,19 +130,3 @@ def test_drawn_conversations_go_on_and_share_system_prompts() -> None:
         num_follow_ups += bool(prefixes & seen)
         seen.add(request.content[: request.prompt_tokens // CONTENT_TOKENS])
     assert 0.35 < num_follow_ups / len(requests) < 0.55
-
-
-def test_requests_of_one_moment_are_drawn_apart_and_all_others_stay() -> None:
-    """A slowed trace that tells time in steps would else come as few large bursts."""
-    times = [0.0, 0.0, 0.0, 3.0, 4.5, 6.0, 6.0]
-    stamped = [
-        TraceRequest(request_id=f"r{number}", arrival_s=at, prompt_tokens=1 + number, output_tokens=1)
-        for number, at in enumerate(times)
-    ]
-    apart = list(unbunched(iter(stamped)))
-    came = [request.arrival_s for request in apart]
-    assert [replace(request, arrival_s=0.0) for request in apart] == [replace(r, arrival_s=0.0) for r in stamped]
-    assert came == sorted(came) and len(set(came[:3])) == 3 and came[0] > 0.0 and came[2] < 3.0
-    assert came[3:] == times[3:], "also the last ones, which nobody follows"
-    assert came == [request.arrival_s for request in unbunched(stamped)]
-    assert came[:3] != [request.arrival_s for request in unbunched(stamped, seed=1)][:3]
