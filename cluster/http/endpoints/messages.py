@@ -36,7 +36,6 @@ from engine.text.output import OutputEvent
 
 router = APIRouter(route_class=JsonRoute)
 
-_SMALL_BYTES: Final = 16 * 2**10  # a body up to this size is translated on the loop
 _TEXTS: Final = {"text": "text", "thinking": "thinking"}  # blocks, and which of their members is their text
 _LEFT_OUT: Final = ("redacted_thinking",)  # blocks of another model, which nothing here can read
 # How the first line of Claude Code's system prompt begins, for Anthropic's bills. It says nothing to a model, and its
@@ -328,12 +327,11 @@ async def count_tokens(body: CountTokensBody, request: Request, api: ApiOf) -> d
 
 async def _chat(body: CountTokensBody, request: Request, asked: Asked) -> ChatBody:
     """Translate a body into a chat, in a thread if it is large. Raises ApiError."""
-    tokenizer, turns = asked.model.tokenizer, asked.api.turns
+    tokenizer = asked.model.tokenizer
     switches = tokenizer.template_reads("enable_thinking")
     bounds = bounds_thinking(asked.model.formats.reasoning, tokenizer)
-    size = len(await request.body())
     work = partial(chat_of, body, switches_thinking=switches, bounds_thinking=bounds)
-    return await (turns.on_loop(work) if size <= _SMALL_BYTES else turns.reading(size, work))
+    return await asked.api.turns.parsing(len(await request.body()), work)
 
 
 class MessagesShape(AnswerShape):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
@@ -43,9 +43,7 @@ from engine.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_PAGE: Final = 100  # items
-_SMALL_BYTES: Final = 16 * 2**10  # a body and its history, up to this size together, are translated on the loop
 
-T = TypeVar("T")
 router = APIRouter(route_class=JsonRoute)
 
 
@@ -57,7 +55,7 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
     past = [] if body.previous_response_id is None else await _past(body.previous_response_id, owner, api)
     body_size = len(await request.body())
     size = body_size + sum(len(each.items) + len(each.response) for each in past)
-    chat = await _read(size, api, lambda: chat_of(body, _items(past)))
+    chat = await api.turns.parsing(size, lambda: chat_of(body, _items(past)))
     timeline = asked.timeline("/v1/responses", request, chat)
     with _own_words():
         async with api.preparing(timeline.terms):
@@ -77,12 +75,12 @@ async def create_response(body: ResponsesBody, request: Request, api: ApiOf) -> 
         previous=body.previous_response_id,
         status="queued",
         is_background=bool(body.background),
-        items=await _read(body_size, api, lambda: json.dumps(body.input)),
+        items=await api.turns.parsing(body_size, lambda: json.dumps(body.input)),
         response="",
     )
     if not body.background:
         return StoredAnswer(api, timeline, shape, kept)
-    told = await _read(2 * body_size, api, lambda: json.dumps(shape.response("queued")))
+    told = await api.turns.parsing(2 * body_size, lambda: json.dumps(shape.response("queued")))
     queued = replace(kept, response=told, runs_until=time.time() + CLAIM_S)
     responses = _responses(api)
     if body.stream:
@@ -146,11 +144,6 @@ def _own_words() -> Iterator[None]:
         yield
     except ApiError as error:
         raise in_its_own_words(error) from None
-
-
-async def _read(size: int, api: Api, work: Callable[[], T]) -> T:
-    """Call `work`, which reads about `size` bytes: on the loop, or in a thread if they are many."""
-    return await (api.turns.on_loop(work) if size <= _SMALL_BYTES else api.turns.reading(size, work))
 
 
 async def _past(response_id: str, owner: str, api: Api) -> Sequence[StoredResponse]:
@@ -225,7 +218,7 @@ async def retrieve_response(
             )
         if found.runs_until is None:
             return _json(found.response, api)
-        return _json(await _read(len(found.response), api, lambda: json.dumps(found.describe())), api)
+        return _json(await api.turns.parsing(len(found.response), lambda: json.dumps(found.describe())), api)
     if not found.is_background:
         raise InvalidRequestError(
             "Only a response that was made with background: true can be streamed again. Leave out stream.",
@@ -268,7 +261,7 @@ async def list_input_items(
         ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": "", "last_id": ""}
         return json.dumps({"object": "list", "data": shown, **ends, "has_more": begin + limit < len(items)})
 
-    return _json(await _read(size, api, page), api)
+    return _json(await api.turns.parsing(size, page), api)
 
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=None)

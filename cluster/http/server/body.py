@@ -37,8 +37,6 @@ from cluster.json_text import parse_json, require_few_values
 
 logger = logging.getLogger(__name__)
 
-_SMALL_BYTES: Final = 16 * 2**10  # a body up to this size is parsed and checked on the loop, in 2 ms at most
-
 _STREAMED_S: Final = 600.0  # for the whole of a body that goes through to its route
 _MOST_STREAMED: Final = 16  # such bodies at a time; one client's are no more than what is left to others
 _STREAMED_BYTES: Final = 32 * 2**10  # of one, that its route gets at once: parts of a form take a third of a us a byte
@@ -292,9 +290,7 @@ class _JsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
         api: Api = self.scope["app"].state.api
-        if len(body) <= _SMALL_BYTES:
-            return await api.turns.on_loop(checked_body, body, self._model)
-        return await api.turns.reading(len(body), checked_body, body, self._model)
+        return await api.turns.parsing(len(body), checked_body, body, self._model)
 
 
 def checked_body(body: bytes, model: type[BaseModel]) -> BaseModel:

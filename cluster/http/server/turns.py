@@ -19,6 +19,7 @@ from cluster.errors import OverloadedError
 
 T = TypeVar("T")
 
+_SMALL: Final = 16 * 2**10  # bytes of JSON that are parsed and checked in 2 ms at most
 _LONG: Final = 64 * 2**10  # characters, or bytes, from which on reading takes tens of milliseconds
 MOST_WAITING: Final = 256 * 2**20  # characters, or bytes, that wait for one thread: all of them are in memory
 
@@ -52,6 +53,10 @@ class Turns:
         """Call `work` on something large of a request, of about `size` bytes, in a thread once that is free. If the
         caller is cancelled while it waits, `work` is not called. Raises OverloadedError where too much waits."""
         return await (self._short if size <= _LONG else self._long).call(size, work, *args)
+
+    async def parsing(self, size: int, work: Callable[..., T], *args: Any) -> T:
+        """Call `work` on JSON of about `size` bytes: on the loop, or, where that is much, as `reading` does."""
+        return await (self.on_loop(work, *args) if size <= _SMALL else self.reading(size, work, *args))
 
     async def writing(self, work: Callable[..., T], *args: Any) -> T:
         """Call `work` on something large of an answer, in a thread once that is free, as `reading` does."""
