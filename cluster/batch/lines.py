@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -45,6 +46,14 @@ class LineAnswer:
     body: str
     request_id: str = ""
     retry_after_s: float | None = None
+
+    @classmethod
+    def of_http(cls, status: int, body: str, headers: Mapping[str, str]) -> LineAnswer:
+        """What an HTTP answer means for its line. `headers`: by names in small letters, or in any."""
+        retry_after_s = None
+        with suppress(KeyError, ValueError):
+            retry_after_s = float(headers["retry-after"])
+        return cls(status=status, body=body, request_id=headers.get("x-request-id", ""), retry_after_s=retry_after_s)
 
     @property
     def has_succeeded(self) -> bool:

@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -220,9 +219,6 @@ async def _answer_all(source: Path, answers: Answers, server: ServerAddress, num
 
 def _line_answer(answer: httpx.Response) -> LineAnswer:
     """What an HTTP answer means for its line."""
-    retry_after_s = None
-    with suppress(KeyError, ValueError):
-        retry_after_s = float(answer.headers["retry-after"])
     try:
         body = answer.json()
         if not isinstance(body, dict):
@@ -231,12 +227,7 @@ def _line_answer(answer: httpx.Response) -> LineAnswer:
         if answer.status_code >= 500:  # probably of a proxy in front of a server that is not there now
             return _unreachable(answer.text[:_TOLD_CHARS])
         body = {"error": {"message": answer.text[:_TOLD_CHARS], "code": "no_json"}}
-    return LineAnswer(
-        status=answer.status_code,
-        body=json.dumps(body),
-        request_id=answer.headers.get("x-request-id", ""),
-        retry_after_s=retry_after_s,
-    )
+    return LineAnswer.of_http(answer.status_code, json.dumps(body), answer.headers)
 
 
 def _unreachable(why: str) -> LineAnswer:

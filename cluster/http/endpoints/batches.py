@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter, FastAPI, Request
@@ -281,15 +281,7 @@ async def running_batches(app: FastAPI) -> AsyncIterator[None]:
             logger.exception("line %d of batch %s failed", line.number, batch.id)
             error = FailedError("The server failed to answer; the fault is its own. Try again.")
             return LineAnswer(status=error.status, body=json.dumps(error.body()))
-        retry_after_s = None
-        with suppress(KeyError, ValueError):
-            retry_after_s = float(answered.headers["retry-after"])
-        return LineAnswer(
-            status=answered.status,
-            body=answered.body.decode(),
-            request_id=answered.headers.get("x-request-id", ""),
-            retry_after_s=retry_after_s,
-        )
+        return LineAnswer.of_http(answered.status, answered.body.decode(), answered.headers)
 
     assert api.responses is not None
     models = [model.name for model in api.models]
