@@ -243,7 +243,6 @@ class Gateway:
                     one_pool=served.workers is not None,
                     model_flips=config.scheduler.model_flips,
                     loading=lambda: self._orchestrator.scheduler.loading,
-                    max_bytes=config.max_log_bytes,
                 )
                 self._recorders.append(recorder)
                 told.append(recorder.ended)

@@ -34,7 +34,7 @@ def scheduler_server(config: LegatoConfig, identity: Identity) -> SchedulerServe
         identity,
         slo_classes=config.slo_classes,
         model_flips=config.scheduler.model_flips,
-        decision_log=None if decision_log is None else LineLog(Path(decision_log), config.max_log_bytes),
+        decision_log=None if decision_log is None else LineLog(Path(decision_log)),
     )
 
 

@@ -752,11 +752,6 @@ class LegatoConfig(ServedSettings):
         description="Ray adds nodes by itself (an autoscaler): start although the nodes that are there now do not hold"
         " everything.",
     )
-    max_log_bytes: SizeBytes = Field(
-        256 * 2**20,
-        description="Size from which the file of `gateway.request_log` or `scheduler.decision_log` is renamed to"
-        " NAME.1, in place of the one before, and another one begun.",
-    )
     log_level: Annotated[LogLevel, _InAnyCase] = Field("INFO", description="Least severe messages that are logged.")
 
     tuning: dict[str, dict[str, Any]] = Field(

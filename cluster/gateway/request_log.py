@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from pydantic import TypeAdapter, ValidationError
 
-from cluster.gateway.line_log import MAX_BYTES, STOP_S, LineLog, LineWriter
+from cluster.gateway.line_log import STOP_S, LineLog, LineWriter
 from cluster.gateway.placing import naming_block_size
 from cluster.gateway.timeline import Drafts, RequestTimeline, SequenceTimeline
 from cluster.slo.classes import SloConfig
@@ -206,7 +206,6 @@ class RequestRecorder:
         one_pool: bool = False,
         model_flips: bool = False,
         loading: Callable[[], Iterable[LoadingReport]] = tuple,
-        max_bytes: int = MAX_BYTES,
     ) -> None:
         self._slo = slo
         self._workers = workers
@@ -215,7 +214,7 @@ class RequestRecorder:
         self._model_flips = model_flips
         self._loading = loading
         self._key = hashlib.blake2b(secret, person=b"legato-reqlog").digest()
-        log = LineLog(path, max_bytes, self._head)
+        log = LineLog(path, head=self._head)
         self._writer = LineWriter(log, f"request log of {model}", self._lines, MAX_WAITING)
 
     def ended(self, timeline: RequestTimeline) -> None:
