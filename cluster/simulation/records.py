@@ -18,17 +18,16 @@ from cluster.slo.report import Served, SloOutcome, SloReport, gap_p99
 class Gaps:
     """Times between one request's tokens; all 0 where it had fewer than two. Made when it ends, of when each came.
 
-    `p99_s`: see `gap_p99`. `num_late`: those above its own target.
+    `p99_s`: see `gap_p99`.
     """
 
     num: int = 0
-    num_late: int = 0
     p99_s: float = 0.0
     longest_s: float = 0.0
     histogram: Histogram = b""
 
     @classmethod
-    def between(cls, token_times: Sequence[float], slo: SloClass) -> Gaps:
+    def between(cls, token_times: Sequence[float]) -> Gaps:
         """`token_times`: when each token came, in seconds and in order."""
         gaps = np.diff(np.asarray(token_times))
         p99_s = gap_p99(gaps)
@@ -36,7 +35,6 @@ class Gaps:
             return cls()
         return cls(
             num=len(gaps),
-            num_late=0 if slo.gap_s is None else int((gaps > slo.gap_s).sum()),
             p99_s=p99_s,
             longest_s=float(gaps.max()),
             histogram=histogram_of(gaps),
@@ -106,14 +104,7 @@ class RequestRecord:
     @property
     def is_met(self) -> bool:
         """Whether it was served, and in time."""
-        ttft_s = self.ttft_s
-        return (
-            self.end_s is not None
-            and ttft_s is not None
-            and self.slo.meets_ttft(ttft_s)
-            and self.slo.meets_tpot(self.tpot_s)
-            and self.slo.meets_gaps(self.gaps.num_late, self.gaps.num)
-        )
+        return self.end_s is not None and self.slo.meets(self.ttft_s, self.tpot_s, self.gaps.p99_s)
 
     def report(self, news: SloReport, now: float, model: str = "simulated") -> None:
         """Add what its gateway would report of it as of now, if it has ended or was turned away."""

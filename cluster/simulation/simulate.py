@@ -576,7 +576,7 @@ class Simulation:
             return  # of an attempt that is over
         del self._live[seq.request_id]
         self._over_at = self._clock.now
-        live.record.gaps = Gaps.between(live.token_times, live.record.slo)
+        live.record.gaps = Gaps.between(live.token_times)
         live.record.end_s = self._clock.now + self._config.message_s
         live.record.rejected, live.record.retry_after_s = "", None
         self._watch(live.record)

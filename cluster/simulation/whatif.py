@@ -103,7 +103,10 @@ class ServiceSummary:
         requests = [(cluster.slo, request) for cluster, logged in logs for request in logged]
         return cls(
             name="measured",
-            in_time=fmean(_was_met(slo, request) for slo, request in requests),
+            in_time=fmean(
+                _class_of(slo, request).meets(request.ttft_s, request.tpot_s, request.gap_p99_s)
+                for slo, request in requests
+            ),
             rejected=fmean(request.ttft_s is None for _, request in requests),
             ttft=Quantiles.of(request.ttft_s for _, request in requests),
             tpot=Quantiles.of(request.tpot_s for _, request in requests),
@@ -485,16 +488,6 @@ def _class_of(slo: SloConfig, request: LoggedRequest) -> SloClass:
     if slo_class is None:
         raise ValueError(f"request {request.request_id} is of class {request.slo_class!r}, which the log does not know")
     return slo_class
-
-
-def _was_met(slo: SloConfig, request: LoggedRequest) -> bool:
-    slo_class = _class_of(slo, request)
-    return (
-        request.ttft_s is not None
-        and slo_class.meets_ttft(request.ttft_s)
-        and slo_class.meets_tpot(request.tpot_s)
-        and slo_class.meets_gap_p99(request.gap_p99_s)
-    )
 
 
 def _row(seen: ServiceSummary) -> list[str]:

@@ -79,15 +79,15 @@ class SloClass:
         had fewer than two, which always is in time."""
         return self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
 
-    def meets_gaps(self, num_late: int, num_gaps: int) -> bool:
-        """Whether few enough of a request's gaps were late, for who counts them as they come. `num_late`: how many of
-        `num_gaps` were longer than `gap_s`."""
-        return self.gap_s is None or num_late * GAPS_PER_LATE <= num_gaps
-
     def meets_gap_p99(self, gap_p99_s: float | None) -> bool:
-        """Whether few enough of a request's gaps were late, for who knows all of them: `gap_p99_s` is what
+        """Whether few enough of a request's gaps were late: one in a hundred at most. `gap_p99_s` is what
         `report.gap_p99` says of them."""
         return self.gap_s is None or gap_p99_s is None or gap_p99_s <= self.gap_s
+
+    def meets(self, ttft_s: float | None, tpot_s: float | None, gap_p99_s: float | None) -> bool:
+        """Whether a request was served, and in time. `ttft_s` None: it was not served."""
+        is_served_in_time = ttft_s is not None and self.meets_ttft(ttft_s)
+        return is_served_in_time and self.meets_tpot(tpot_s) and self.meets_gap_p99(gap_p99_s)
 
 
 INTERACTIVE: Final = SloClass(name="interactive", ttft_s=2.0, tpot_s=0.1, service_tiers=("priority", "scale"))

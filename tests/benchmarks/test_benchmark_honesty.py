@@ -94,7 +94,7 @@ def test_only_what_comes_after_the_warm_up_is_judged() -> None:
             output_tokens=11,
         )
         record.first_token_s, record.end_s = number + 1.0, number + 2.0
-        record.gaps = Gaps.between([number + 1.0 + 0.1 * index for index in range(11)], record.slo)
+        record.gaps = Gaps.between([number + 1.0 + 0.1 * index for index in range(11)])
         records.append(record)
     rows = compared(log, records, [0.12] * 10 * NUM_WARM)
     assert [row["error"] for row in rows] == [

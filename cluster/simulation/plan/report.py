@@ -42,7 +42,7 @@ class LayoutResult:
             share=overall.attainment,
             late_first_token=fmean(r.ttft_s is not None and not r.slo.meets_ttft(r.ttft_s) for r in records),
             slow_tokens=fmean(not r.slo.meets_tpot(r.tpot_s) for r in records),
-            late_gaps=fmean(not r.slo.meets_gaps(r.gaps.num_late, r.gaps.num) for r in records),
+            late_gaps=fmean(not r.slo.meets_gap_p99(r.gaps.p99_s) for r in records),
             rejected=fmean(r.end_s is None for r in records),
             ttft_p95_s=overall.ttft.p95,
             tpot_p95_s=overall.tpot.p95,

@@ -98,26 +98,22 @@ def test_every_gap_counts_the_hand_off_and_what_is_computed_beside_it() -> None:
     stalled, other = simulate(config, requests, DecodeOnlyRouter()).records
     beside = prefill_s((1000, 0)) + 2e-5  # and its own token, at some context
     assert stalled.gaps.longest_s == pytest.approx(beside, rel=1e-3)
-    assert (stalled.gaps.num, stalled.gaps.num_late, other.gaps.num_late) == (149, 1, 0)
-    assert stalled.is_met
+    assert stalled.gaps.num == 149 and stalled.gaps.p99_s <= 0.02, "one of them is late, which may be"
+    assert stalled.is_met and other.is_met
     twice = [*requests, replace(one(1000, 2, "r2", 1.3), slo_class="lax")]
     stalled = simulate(config, twice, DecodeOnlyRouter()).records[0]
-    assert (stalled.gaps.num_late, stalled.is_met) == (2, False)
-    assert stalled.gaps.p99_s == pytest.approx(beside, rel=1e-3)
+    assert stalled.gaps.p99_s == pytest.approx(beside, rel=1e-3) and not stalled.is_met
     kept = simulate(sized, twice, DecodeOnlyRouter()).records[0]
-    assert (kept.gaps.num_late, kept.is_met) == (0, True)
+    assert kept.gaps.longest_s <= 0.02 and kept.is_met
 
 
 @pytest.mark.parametrize("num_gaps", [1, 99, 100, 101, 700])
 def test_the_p99_of_gaps_is_in_time_where_the_promise_is_kept(num_gaps: int) -> None:
-    slo = SloClass(name="x", gap_s=0.05)
     for num_late in range(9):
         late = min(num_late, num_gaps)
         times = list(accumulate([0.02] * (num_gaps - late) + [0.08] * late, initial=0.0))
-        gaps = Gaps.between(times, slo)
-        assert gaps.num_late == late
-        assert (gaps.p99_s <= 0.05) is slo.meets_gaps(gaps.num_late, gaps.num)
-    assert Gaps.between([1.0], slo) == Gaps()
+        assert (Gaps.between(times).p99_s <= 0.05) is (late * 100 <= num_gaps)
+    assert Gaps.between([1.0]) == Gaps()
 
 
 def test_one_token_ends_with_prefill() -> None:
