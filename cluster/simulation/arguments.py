@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -32,22 +32,9 @@ SYNTHETIC: Final = "synthetic"
 
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    trace = parser.add_argument_group("requests")
-    trace.add_argument(
-        "--trace",
-        type=Path,
-        action="append",
-        help="a file in --format; without one, requests are drawn; of several models, one for each",
-    )
-    trace.add_argument(
-        "--format", choices=TRACE_FORMATS, action="append", help="default: mooncake; of several traces, one for each"
-    )
-    trace.add_argument("--load", type=positive, default=1.0, help="so many times as many requests per second")
-    trace.add_argument("--length", type=positive, default=1.0, help="factor on prompt and output lengths")
+    trace = _add_requests(parser, TRACE_FORMATS, "without one, requests are drawn")
     trace.add_argument("--first", type=whole(0), default=0, help="requests to leave out at the start")
     trace.add_argument("--limit", type=int, help="requests to play")
-    _add_swing(trace)
-    _add_drawn(trace)
     workers = parser.add_argument_group("workers")
     workers.add_argument("--prefill", type=whole(0), default=1, help="of each model")
     workers.add_argument("--decode", type=whole(0), default=1, help="of each model")
@@ -103,11 +90,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_worker_limits(workers, noise=0.0)
     promises = parser.add_argument_group("requests' targets and clients")
-    promises.add_argument("--ttft-ms", type=positive, default=2000.0)
-    promises.add_argument("--tpot-ms", type=positive, default=100.0)
-    promises.add_argument(
-        "--gap-ms", type=positive, help="99 of 100 of a request's gaps between tokens; default: nothing is promised"
-    )
+    _add_targets(promises)
     promises.add_argument("--declared-tokens", type=whole(1), help="max_tokens of clients; default: what they will get")
     promises.add_argument(
         "--returns", type=whole(0), default=0, help="times that a client comes back after Retry-After"
@@ -121,25 +104,10 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    trace = parser.add_argument_group("requests")
-    trace.add_argument(
-        "--trace", type=Path, action="append", help="a file in --format; of several models, one for each"
-    )
-    trace.add_argument(
-        "--format",
-        choices=(*TRACE_FORMATS, SYNTHETIC),
-        action="append",
-        help="or drawn requests; default: mooncake; of several traces, one for each",
-    )
-    trace.add_argument("--load", type=positive, default=1.0, help="so many times as many requests per second")
-    trace.add_argument("--length", type=positive, default=1.0, help="factor on prompt and output lengths")
+    trace = _add_requests(parser, (*TRACE_FORMATS, SYNTHETIC), "or requests are drawn, with --format synthetic")
     trace.add_argument("--limit", type=int, default=2000, help="plan for the busiest stretch of so many requests")
-    _add_swing(trace)
-    _add_drawn(trace)
     targets = parser.add_argument_group("targets")
-    targets.add_argument("--ttft-ms", type=positive, default=2000.0)
-    targets.add_argument("--tpot-ms", type=positive, default=100.0)
-    targets.add_argument("--gap-ms", type=positive, help="99 of 100 of a request's gaps; default: nothing is promised")
+    _add_targets(targets)
     targets.add_argument("--share", type=float, default=0.9, help="of requests that are to meet all")
     workers = parser.add_argument_group("workers")
     models = ", ".join(MODEL_NAMES)
@@ -209,12 +177,35 @@ def _add_acceptance(workers: argparse._ActionsContainer) -> None:
     )
 
 
-def _add_swing(trace: argparse._ArgumentGroup) -> None:
+def _add_requests(parser: argparse.ArgumentParser, formats: Sequence[str], drawn: str) -> argparse._ArgumentGroup:
+    """Add the options on requests of traces and on drawn ones, and return their group. `drawn`: when they are drawn."""
+    trace = parser.add_argument_group("requests")
+    trace.add_argument(
+        "--trace", type=Path, action="append", help=f"a file in --format; {drawn}; of several models, one for each"
+    )
+    trace.add_argument(
+        "--format", choices=formats, action="append", help="default: mooncake; of several traces, one for each"
+    )
+    trace.add_argument("--load", type=positive, default=1.0, help="so many times as many requests per second")
+    trace.add_argument("--length", type=positive, default=1.0, help="factor on prompt and output lengths")
     trace.add_argument(
         "--swing",
         type=positive,
         metavar="SECONDS",
         help="of several models: from one to the next and back in so many seconds, most of the requests are for one",
+    )
+    trace.add_argument("--rate", type=positive, default=4.0, help="drawn requests per second")
+    trace.add_argument("--requests", type=whole(1), default=1000, help="drawn requests")
+    trace.add_argument("--burstiness", type=positive, default=1.0, help="1: Poisson; more: in bursts")
+    trace.add_argument("--seed", type=int, default=0)
+    return trace
+
+
+def _add_targets(targets: argparse._ArgumentGroup) -> None:
+    targets.add_argument("--ttft-ms", type=positive, default=2000.0)
+    targets.add_argument("--tpot-ms", type=positive, default=100.0)
+    targets.add_argument(
+        "--gap-ms", type=positive, help="99 of 100 of a request's gaps between tokens; default: nothing is promised"
     )
 
 
@@ -225,13 +216,6 @@ def _add_model_flips(workers: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="workers go where another model lacks one (scheduler.model_flips), which takes so long; default: none",
     )
-
-
-def _add_drawn(trace: argparse._ArgumentGroup) -> None:
-    trace.add_argument("--rate", type=positive, default=4.0, help="drawn requests per second")
-    trace.add_argument("--requests", type=whole(1), default=1000, help="drawn requests")
-    trace.add_argument("--burstiness", type=positive, default=1.0, help="1: Poisson; more: in bursts")
-    trace.add_argument("--seed", type=int, default=0)
 
 
 def _add_worker_limits(workers: argparse._ArgumentGroup, *, noise: float) -> None:

@@ -170,9 +170,8 @@ def _plot(
 
 def _requests(arguments: argparse.Namespace, load: float) -> Iterator[TraceRequest]:
     """The requests at `load` times the load that the arguments ask for."""
-    requests = drawn_requests(arguments) if arguments.trace is None else read_trace(arguments.trace, arguments.format)
     return scaled(
-        requests,
+        requests_of(arguments),
         load=arguments.load * load,
         length=arguments.length,
         first=arguments.first,
@@ -180,7 +179,10 @@ def _requests(arguments: argparse.Namespace, load: float) -> Iterator[TraceReque
     )
 
 
-def drawn_requests(arguments: argparse.Namespace) -> Iterator[TraceRequest]:
+def requests_of(arguments: argparse.Namespace) -> Iterator[TraceRequest]:
+    """The requests of the trace, or drawn ones where there is none; neither scaled nor cut."""
+    if arguments.trace is not None:
+        return read_trace(arguments.trace, arguments.format)
     workload = Workload(requests_per_s=arguments.rate, num_requests=arguments.requests, burstiness=arguments.burstiness)
     return draw_requests(workload, arguments.seed)
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from cluster.simulation.arguments import SYNTHETIC
-from cluster.simulation.command import DEVICES, MODELS, drawn_requests, of_each_model
+from cluster.simulation.command import DEVICES, MODELS, of_each_model, requests_of
 from cluster.simulation.models import simulate_models
 from cluster.simulation.plan.demand import Estimate, Targets, busiest, demand_of, estimate
 from cluster.simulation.plan.report import Changing, LayoutResult, ModelsPlan, PlanReport, num_gpus_of
@@ -23,7 +22,7 @@ from cluster.simulation.plan.search import Layout, OutOfTime, Search
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.workers.worker import WorkerShape, measured
-from cluster.simulation.workload.traces import TraceRequest, paced, read_trace, scaled, swing
+from cluster.simulation.workload.traces import TraceRequest, paced, scaled, swing
 from cluster.slo.classes import SloClass, SloConfig
 from engine.cost_model.roofline import Device, ModelShape, WorkerMemory, predict_memory, roofline_cost
 
@@ -259,9 +258,7 @@ def _roles(layout: Layout) -> tuple[str, ...]:
 
 def _requests(arguments: argparse.Namespace, phase: float = 0.0) -> list[TraceRequest]:
     """The requests for one model. `phase`: of several, see `swing`."""
-    drawn = arguments.format == SYNTHETIC
-    requests = drawn_requests(arguments) if drawn else read_trace(arguments.trace, arguments.format)
-    requests = scaled(requests, load=arguments.load, length=arguments.length)
+    requests = scaled(requests_of(arguments), load=arguments.load, length=arguments.length)
     return list(requests if arguments.swing is None else paced(requests, swing(arguments.swing, phase)))
 
 
