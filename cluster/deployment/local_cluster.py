@@ -49,6 +49,7 @@ _HEARS_EVERY_S = 0.05
 _LOOK_TIMEOUT_S = 2.0
 _CLEAR_LINE = "\r\x1b[K"
 _TOLD_CHARACTERS = 2_000  # how much of Serve's account of a failure is told
+_LOGS = "/tmp/ray/session_latest/logs/serve"
 # In a Serve config file, and of an application there.
 _HEEDED = {"applications", "http_options", "controller_options", "logging_config", "proxy_location"}
 _HEEDED_OF_APPLICATION = {"name", "route_prefix", "import_path", "args", "logging_config"}
@@ -72,7 +73,7 @@ RAY_ADVICE = (
     "A machine that is far too busy may need a second try, or more time: RAY_raylet_start_wait_time_s=600. Else look"
     " into Ray's logs, under /tmp/ray/session_latest/logs."
 )
-SERVE_ADVICE = "Try again; if it stays, look into Serve's logs, under /tmp/ray/session_latest/logs/serve."
+SERVE_ADVICE = f"Try again; if it stays, look into Serve's logs, under {_LOGS}."
 
 
 def read_document(path: str) -> dict[str, Any]:
@@ -159,12 +160,7 @@ def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bo
         start_ray(include_dashboard=dashboard)
         heed_signals(interrupted)
         require_room(config, live_nodes())
-        logs = document.get("logging_config")
-        start_serve(http, document.get("controller_options"), logs, interrupted)
-        print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
-        run_application(application, config, logs, interrupted)
-        url = url_of(http, application)
-        wait_until_ready(StartStates(_name(application), url, config), interrupted)
+        url = start_legato(document, http, config, interrupted)
         if dashboard:
             print(_where_the_dashboard_is(), flush=True)
         if not interrupted.is_set():
@@ -172,6 +168,25 @@ def serve_document(document: dict[str, Any], *, stay: bool = True, dashboard: bo
         if stay and not interrupted.is_set():
             print(f"\nServing on {url}/v1 (Ctrl-C to stop).", flush=True)
             interrupted.wait()
+
+
+def start_legato(
+    document: dict[str, Any],
+    http: dict[str, Any],
+    config: LegatoConfig,
+    interrupted: Interruption,
+    *,
+    logs: str = _LOGS,
+) -> str:
+    """Start Serve with these options of HTTP, and the application, on a Ray that is up; wait until it serves, or until
+    `interrupted` is set. Returns where it answers. `logs`: see `StartStates`. Raises StartError."""
+    application, logging_config = document["applications"][0], document.get("logging_config")
+    start_serve(http, document.get("controller_options"), logging_config, interrupted)
+    print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
+    run_application(application, config, logging_config, interrupted)
+    url = url_of(http, application)
+    wait_until_ready(StartStates(_name(application), url, config, logs=logs), interrupted)
+    return url
 
 
 class Interruption:
@@ -369,7 +384,7 @@ class StartStates:
         config: LegatoConfig,
         stream: TextIO | None = None,
         *,
-        logs: str = "/tmp/ray/session_latest/logs/serve",
+        logs: str = _LOGS,
     ) -> None:
         self.url = url
         self.logs = logs

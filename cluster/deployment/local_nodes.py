@@ -32,21 +32,17 @@ from cluster.deployment.local_cluster import (
     START_TIMEOUT_S,
     Interruption,
     StartError,
-    StartStates,
     fetch_models,
     heed_signals,
     interrupted_by_signals,
     read_document,
     require_free_port,
     require_serve_takes,
-    run_application,
     show_first_answer,
-    start_serve,
+    start_legato,
     stopping,
     told_in_words,
     unless_interrupted,
-    url_of,
-    wait_until_ready,
 )
 from cluster.deployment.ray_access import require_token
 from cluster.deployment.ray_environment import free_port, free_ports, tune_environment
@@ -244,17 +240,12 @@ def serve_on_nodes(path: str, number: int, *, port: int | None = None, stay: boo
             print(f"Starting {number} nodes ...", flush=True)
             nodes.start(interrupted)
             heed_signals(interrupted)
-            url = url_of(http, application)
-            if not interrupted.is_set():
-                require_room(config, live_nodes())
-                require_token(config)
-                print("Ray listens on all of this machine's addresses, for whoever has its token (~/.ray/auth_token).")
-                logs = document.get("logging_config")
-                start_serve(http, document.get("controller_options"), logs, interrupted)
-                print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
-                run_application(application, config, logs, interrupted)
-                states = StartStates(application.get("name", "legato"), url, config, logs=nodes.logs)
-                wait_until_ready(states, interrupted)
+            if interrupted.is_set():
+                return
+            require_room(config, live_nodes())
+            require_token(config)
+            print("Ray listens on all of this machine's addresses, for whoever has its token (~/.ray/auth_token).")
+            url = start_legato(document, http, config, interrupted, logs=nodes.logs)
             if not interrupted.is_set():
                 print(f"\n{describe(nodes, ask(url, '/cluster')['workers'])}", flush=True)
                 unless_interrupted(interrupted, show_first_answer, url, config.model.name)
