@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
@@ -59,7 +60,7 @@ async def _api_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return await _api_error(request, from_validation(error.errors()))
+    return await _api_error(request, _invalid(error.errors()[0]))
 
 
 async def _http_exception(request: Request, error: Exception) -> JSONResponse:
@@ -93,9 +94,14 @@ def _count(request: Request, outcome: str) -> None:
     api.metrics.count(getattr(route, "path", "other"), outcome)
 
 
-def from_validation(problems: Sequence[Any]) -> InvalidRequestError:
-    """An error for the first of pydantic's problems: a sentence that names the field and says what to do."""
-    problem = problems[0]
+def from_validation(error: ValidationError, *path: str | int) -> InvalidRequestError:
+    """An error for the first of pydantic's problems with a body, or with the part of it at `path`: a sentence that
+    names the field and says what to do."""
+    problem = error.errors(include_url=False)[0]
+    return _invalid({**problem, "loc": ("body", *path, *problem["loc"])})
+
+
+def _invalid(problem: Mapping[str, Any]) -> InvalidRequestError:
     kind, path = problem["type"], problem["loc"][1:]
     if not path:
         return InvalidRequestError(

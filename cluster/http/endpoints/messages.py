@@ -246,7 +246,7 @@ def chat_of(body: CountTokensBody, *, switches_thinking: bool, bounds_thinking: 
     try:
         return ChatBody.model_validate(chat)
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise from_validation(error) from None
 
 
 def _output_format(body: CountTokensBody) -> OutputConstraint | None:
@@ -260,11 +260,6 @@ def _output_format(body: CountTokensBody) -> OutputConstraint | None:
         return None
     param = "output_format" if newer is None else "output_config.format"
     return OutputConstraint("json", json.dumps(wanted.json_schema), param)
-
-
-def _refusal(error: ValidationError) -> ApiError:
-    problem = error.errors(include_url=False)[0]
-    return from_validation([{**problem, "loc": ("body", *problem["loc"])}])
 
 
 def _messages(turn: Turn) -> Iterator[dict[str, Any]]:

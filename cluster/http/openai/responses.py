@@ -229,12 +229,7 @@ def _item(value: object, index: int) -> Item:
         # Null means "not given", also for the type of a message.
         return _ITEMS[kind].model_validate({**value, "type": kind}).item()
     except ValidationError as error:
-        raise _refusal(error, "input", index) from None
-
-
-def _refusal(error: ValidationError, *path: str | int) -> InvalidRequestError:
-    problem = error.errors(include_url=False)[0]
-    return from_validation([{**problem, "loc": ("body", *path, *problem["loc"])}])
+        raise from_validation(error, "input", index) from None
 
 
 # --- the other fields ---
@@ -299,7 +294,7 @@ def _namespace(tool: Mapping[str, Any], index: int) -> Namespace:
     try:
         return Namespace.model_validate({key: tool[key] for key in tool.keys() - {"type", "tools"}})
     except ValidationError as error:
-        raise _refusal(error, "tools", index) from None
+        raise from_validation(error, "tools", index) from None
 
 
 def _distinct(tools: list[ResponsesTool]) -> list[ResponsesTool]:
@@ -504,7 +499,7 @@ def chat_of(body: ResponsesBody, history: Sequence[Item]) -> ChatBody:
     try:
         return ChatBody.model_validate(chat)
     except ValidationError as error:
-        raise in_its_own_words(_refusal(error)) from None
+        raise in_its_own_words(from_validation(error)) from None
 
 
 def _require_distinct(history: Sequence[Item], items: Sequence[Item]) -> None:

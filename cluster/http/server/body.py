@@ -300,8 +300,7 @@ def checked_body(body: bytes, model: type[BaseModel]) -> BaseModel:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        problems = error.errors(include_url=False)
-        raise from_validation([{**problem, "loc": ("body", *problem["loc"])} for problem in problems[:1]]) from None
+        raise from_validation(error) from None
 
 
 def _body_too_large(sentence: str) -> InvalidRequestError:
