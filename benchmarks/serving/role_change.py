@@ -22,7 +22,6 @@ from typing import Final
 from benchmarks.common.part import GateError, Json, note, run_part, spread
 from benchmarks.common.workload import MODEL, draw_prompts, greedy
 from cluster.errors import UnavailableError
-from cluster.gateway.generator import one_by_one
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler.server import ModelRules, SchedulerServer
 from decode_workers.worker import DecodeWorker, DecodeWorkerConfig
@@ -138,11 +137,12 @@ async def _stream(
     spec = RequestSpec(request_id=request_id, attempt=0, prompt_token_ids=prompt, params=params, cache_salt=request_id)
     tokens: list[int] = []
     times: list[float] = []
-    async with contextlib.aclosing(one_by_one(gateway.generate(spec))) as events:
-        async for event in events:
-            tokens.append(event.token_id)
-            times.append(time.perf_counter())
-            if len(tokens) == TELL_AFTER:
+    async with contextlib.aclosing(gateway.generate(spec)) as stream:
+        async for events in stream:
+            for event in events:
+                tokens.append(event.token_id)
+                times.append(time.perf_counter())
+            if len(tokens) >= TELL_AFTER:
                 begun.set()
     return tokens, [later - earlier for earlier, later in itertools.pairwise(times)]
 

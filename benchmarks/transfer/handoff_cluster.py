@@ -18,7 +18,6 @@ from benchmarks.common.part import ROOT
 from benchmarks.common.workload import MODEL, greedy
 from benchmarks.transfer.handoff_worker import NODE_ID, SECRET_VARIABLE, SLAB_BYTES, Transporting, WorkerOrder
 from cluster.errors import UnavailableError
-from cluster.gateway.generator import one_by_one
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler.server import ModelRules, SchedulerServer
 from engine.steps.loading import DtypeName
@@ -55,8 +54,8 @@ class HandoffCluster:
 
     async def generate(self, request_id: str, prompt: list[int], *, num_tokens: int) -> list[int]:
         spec = RequestSpec(request_id=request_id, attempt=0, prompt_token_ids=prompt, params=greedy(num_tokens))
-        async with contextlib.aclosing(one_by_one(self._orchestrator.generate(spec))) as events:
-            return [event.token_id async for event in events]
+        async with contextlib.aclosing(self._orchestrator.generate(spec)) as stream:
+            return [token.token_id async for tokens in stream for token in tokens]
 
     async def wait_until_served(self) -> None:
         """Wait until a request went through both workers."""

@@ -8,7 +8,6 @@ tokens.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -117,11 +116,3 @@ class ClusterView(Protocol):
         nobody can be asked.
         """
         ...
-
-
-async def one_by_one(stream: AsyncGenerator[Tokens, None]) -> AsyncGenerator[TokenEvent, None]:
-    """Yields the tokens of a stream one by one, and closes the stream in the end."""
-    async with aclosing(stream):
-        async for tokens in stream:
-            for token in tokens:
-                yield token

@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 
 from cluster.errors import OverloadedError
-from cluster.gateway.generator import one_by_one
 from cluster.gateway.timeline import SequenceTimeline
 from cluster.scheduler.placement.worker_table import Fact
 from cluster.scheduler.scheduler import GlobalScheduler
@@ -23,6 +22,7 @@ from prefill_workers.worker import PrefillWorkerConfig
 from tests.support.clusters.mini_cluster import MiniCluster, brake
 from tests.support.clusters.placed_clusters import COST, PROMPT, cluster_of, run, terms
 from tests.support.small_models import SmallModel, greedy
+from tests.support.token_streams import one_by_one
 from tests.support.waiting import HANGS_S, eventually
 
 # --- overload ---

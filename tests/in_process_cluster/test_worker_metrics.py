@@ -13,7 +13,6 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.gateway.generator import one_by_one
 from cluster.gateway.timeline import RequestTimeline
 from cluster.metrics.requests import Metrics, RunMetrics
 from cluster.metrics.workers import WorkerMetrics
@@ -32,6 +31,7 @@ from kv_transfer.tiers.config import Budget, DiskConfig, TiersConfig
 from tests.support.clusters.mini_cluster import COMPUTING_IS_SLOW, MiniCluster, MiniClusterConfig, brake, mini_cluster
 from tests.support.clusters.worker_reports import worker_info, worker_snapshot
 from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.token_streams import one_by_one
 from tests.support.waiting import HANGS_S, eventually
 
 GROUPS, BLOCK_SIZE = 4, 16

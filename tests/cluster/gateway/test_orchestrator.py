@@ -11,7 +11,6 @@ from typing import Final
 
 import pytest
 
-from cluster.gateway.generator import one_by_one
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.gateway.quarantine import Quarantine
 from cluster.gateway.request_state import AttemptFailedError, RequestRun, RequestState
@@ -35,6 +34,7 @@ from kv_transfer.messages.requests import (
 from kv_transfer.messages.scheduling import Place, Placement
 from kv_transfer.transports.base import Identity
 from tests.support.clusters.worker_reports import NOWHERE, worker_info, worker_snapshot
+from tests.support.token_streams import one_by_one
 from tests.support.waiting import HANGS_S, eventually
 
 LONG: Final = 3_000  # tokens: such prompts are sent one after the other

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.gateway.generator import one_by_one
 from cluster.gateway.orchestrator import LOOK_S, Orchestrator, OrchestratorConfig
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.handoff.actions import ReceiverState
@@ -25,6 +24,7 @@ from tests.support.clusters.mini_cluster import MiniCluster, brake, cluster_of
 from tests.support.clusters.mini_requests import PROMPT, is_long, prefills_braked, tokens_of
 from tests.support.clusters.worker_processes import goes_on, hang_beyond, hangs, tell_to_go_on, worker_processes
 from tests.support.small_models import SmallModel, greedy
+from tests.support.token_streams import one_by_one
 from tests.support.waiting import HANGS_S, eventually
 
 KNOWN = StepCost(base_s=0.01, prefill_token_s=1e-4, prefill_pair_s=0.0, decode_s=1e-3, context_token_s=0.0)

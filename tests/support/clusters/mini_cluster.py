@@ -16,7 +16,6 @@ from unittest import mock
 
 from cluster.autoscaling.sizing import PoolsPlan
 from cluster.gateway import scheduler_client
-from cluster.gateway.generator import one_by_one
 from cluster.gateway.line_log import LineLog
 from cluster.gateway.orchestrator import Orchestrator, OrchestratorConfig
 from cluster.scheduler.scheduler import SchedulerPolicy
@@ -45,6 +44,7 @@ from kv_transfer.worker.port import worker_identity
 from prefill_workers.worker import PrefillWorker, PrefillWorkerConfig
 from tests.support.http_server import MODEL
 from tests.support.small_models import SmallModel
+from tests.support.token_streams import one_by_one
 from tests.support.waiting import HANGS_S, eventually
 
 # After which what is still held is a leak. Whoever dies, or is called in vain, has been given up long before.

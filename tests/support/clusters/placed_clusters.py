@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from cluster.gateway.generator import one_by_one
 from cluster.gateway.timeline import RequestTimeline
 from cluster.slo.classes import RequestTerms, SloClass
 from engine.cost_model.step_cost import StepCost
 from kv_transfer.messages.requests import RequestSpec
 from tests.support.clusters.mini_cluster import MiniCluster, MiniClusterConfig, mini_cluster
 from tests.support.small_models import SmallModel, greedy, random_prompts
+from tests.support.token_streams import one_by_one
 from tests.support.waiting import eventually
 
 PROMPT = random_prompts([150], seed=7)[0]
