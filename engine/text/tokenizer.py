@@ -311,8 +311,7 @@ def _read(folder: Path) -> Json:
 
 def _within(backend: tokenizers.Tokenizer, num_embeddings: int | None) -> tuple[tokenizers.Tokenizer, int]:
     """The tokenizer without the added tokens that the model has no embedding of, such as a picture's in a model for
-    text
-    alone, and how many these are. A step could not compute them, so their names are text like any other."""
+    text alone, and how many these are. A step could not compute them, so their names are text like any other."""
     if num_embeddings is None or all(token_id < num_embeddings for token_id in backend.get_added_tokens_decoder()):
         return backend, 0
     known = json.loads(backend.to_str())
