@@ -55,13 +55,12 @@ def largest_batch(
 
 
 def decode_work_s(
-    cost: StepCost, kv_tokens: float, max_num_seqs: float, *, num_tokens: float, num_output: float, tpot_s: float
+    cost: StepCost, kv_tokens: float, max_num_seqs: float, *, context_tokens: float, num_output: float, tpot_s: float
 ) -> float:
-    """How much of a decode worker's time `num_output` tokens behind a prompt of `num_tokens` take, in seconds, in the
-    largest batch of such sequences (see `largest_batch`)."""
-    context = num_tokens + num_output / 2
-    batch = largest_batch(cost, kv_tokens, max_num_seqs, context_tokens=context, tpot_s=tpot_s)
-    return num_output * (cost.base_s / batch + cost.decode_s + cost.context_token_s * context)
+    """How much of a decode worker's time `num_output` tokens of a sequence take, in seconds, which has `context_tokens`
+    in the mean meanwhile, in the largest batch of such sequences (see `largest_batch`)."""
+    batch = largest_batch(cost, kv_tokens, max_num_seqs, context_tokens=context_tokens, tpot_s=tpot_s)
+    return num_output * (cost.base_s / batch + cost.decode_s + cost.context_token_s * context_tokens)
 
 
 @dataclass(slots=True)
@@ -242,7 +241,7 @@ class DemandMonitor:
         kv_tokens, max_num_seqs = table.facts[[Fact.KV_TOKENS, Fact.MAX_SEQUENCES], decoding].tolist()
         decode_s = decode_work_s(
             *(table.cost(decoding), kv_tokens, max_num_seqs),
-            num_tokens=query.num_tokens,
+            context_tokens=query.num_tokens + expected / 2,
             num_output=expected,
             tpot_s=verdict.decision.query.tpot_target_s,
         )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from cluster.autoscaling.demand import decode_work_s
 from cluster.simulation.workload.traces import TraceRequest
 from engine.cost_model.step_cost import StepCost, StepWork
 
@@ -113,13 +114,21 @@ def estimate(
     kv_tokens: int,
     max_num_seqs: int,
 ) -> Estimate:
+    work_s = decode_work_s(
+        cost,
+        kv_tokens,
+        max_num_seqs,
+        context_tokens=demand.context_tokens,
+        num_output=demand.output_tokens,
+        tpot_s=targets.step_s,
+    )
     services = [cost.prefill_s(new, cached, chunk_tokens) for new, cached in demand.prompts]
     lone_s = cost.step_s(StepWork(decodes=1, context_tokens=demand.context_tokens))
     in_time = sum(service <= targets.ttft_s for service in services) / len(services)
     return Estimate(
         devices_per_worker=devices_per_worker,
         prefill=_prefill_workers(demand.requests_per_s, services, targets),
-        decode=_decode_workers(demand, targets, cost, kv_tokens, max_num_seqs),
+        decode=demand.requests_per_s * work_s,
         reachable=in_time if lone_s <= targets.step_s else 0.0,
     )
 
@@ -139,13 +148,3 @@ def _prefill_workers(requests_per_s: float, services: list[float], targets: Targ
             # What a lone worker is not busy with is left to decodes, where one worker does both.
             return float(num_workers) if num_workers > 1 else work
     return float(_MOST_WORKERS)
-
-
-def _decode_workers(demand: Demand, targets: Targets, cost: StepCost, kv_tokens: int, max_num_seqs: int) -> float:
-    """The number of decode workers that are needed, by Little's law: as many sequences at once as the largest batch
-    whose step is in time holds on each."""
-    one_s = cost.decode_s + cost.context_token_s * demand.context_tokens
-    fitting = min((targets.step_s - cost.base_s) / one_s, kv_tokens / demand.context_tokens, max_num_seqs)
-    batch = max(1.0, fitting)
-    tokens_per_s = batch / (cost.base_s + batch * one_s)
-    return demand.requests_per_s * demand.output_tokens / tokens_per_s

@@ -54,7 +54,7 @@ def test_as_many_decode_at_once_as_target_memory_and_limit_allow() -> None:
 
 def test_decode_work_fills_a_worker_exactly_at_its_largest_batch() -> None:
     step_s = COST.base_s + 20 * (COST.decode_s + 1000 * COST.context_token_s)
-    work = decode_work_s(COST, 1e6, math.inf, num_tokens=950, num_output=100, tpot_s=0.05)
+    work = decode_work_s(COST, 1e6, math.inf, context_tokens=1000, num_output=100, tpot_s=0.05)
     assert math.isclose(20 * work, 100 * step_s)
 
 
