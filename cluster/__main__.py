@@ -67,15 +67,18 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _what_if(arguments: argparse.Namespace) -> int:
-    given = [
-        name
-        for name in ("prefill", "decode", "ttft_ms", "tpot_ms", "gap_ms", "model_flips")
-        if getattr(arguments, name) is not None
-    ]
-    given += ["acceptance"] * bool(arguments.acceptance)
+    supposed = {
+        "--prefill": arguments.prefill,
+        "--decode": arguments.decode,
+        "--ttft-ms": arguments.ttft_s,
+        "--tpot-ms": arguments.tpot_s,
+        "--gap-ms": arguments.gap_s,
+        "--model-flips": arguments.model_flips,
+        "--acceptance": arguments.acceptance or None,
+    }
+    given = ", ".join(option for option, value in supposed.items() if value is not None)
     if arguments.layouts and given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ArgumentsError(f"--layouts replays what was asked, as it was, on all layouts: leave out {options}")
+        raise ArgumentsError(f"--layouts replays what was asked, as it was, on all layouts: leave out {given}")
     return _simulation("whatif", arguments)
 
 

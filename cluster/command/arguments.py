@@ -15,6 +15,7 @@ from cluster import build_info
 from cluster.simulation.arguments import (
     add_plan_arguments,
     add_simulate_arguments,
+    add_target,
     add_whatif_arguments,
     at_least_zero,
     positive,
@@ -144,9 +145,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     sent.add_argument("--duration", type=positive, metavar="S", help="after so many seconds no other one is sent")
     sent.add_argument("--timeout", type=positive, default=600.0, metavar="S", help="of a request; default: 600")
     targets = parser.add_argument_group("what counts as in time")
-    targets.add_argument("--ttft-ms", type=positive, default=2000.0, help="first token; default: %(default)g")
-    targets.add_argument("--tpot-ms", type=positive, default=100.0, help="mean per token; default: %(default)g")
-    targets.add_argument("--gap-ms", type=positive, default=200.0, help="99 of 100 gaps; default: %(default)g")
+    add_target(targets, "ttft", "first token; default: 2000", 2.0)
+    add_target(targets, "tpot", "mean per token; default: 100", 0.1)
+    add_target(targets, "gap", "99 of 100 gaps; default: 200", 0.2)
     told = parser.add_argument_group("where it is told")
     told.add_argument("--log", type=Path, metavar="FILE", help="a line of JSON for each request")
     told.add_argument("--plot", type=Path, metavar="FILE", help="an SVG file of what clients saw; needs matplotlib")

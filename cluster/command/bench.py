@@ -357,12 +357,7 @@ async def _tell(asker: Asker) -> None:
 
 
 def _promise(arguments: argparse.Namespace) -> SloClass:
-    return SloClass(
-        name="bench",
-        ttft_s=arguments.ttft_ms * MS,
-        tpot_s=arguments.tpot_ms * MS,
-        gap_s=arguments.gap_ms * MS,
-    )
+    return SloClass(name="bench", ttft_s=arguments.ttft_s, tpot_s=arguments.tpot_s, gap_s=arguments.gap_s)
 
 
 def report_of(sent: Sequence[Sent], promise: SloClass) -> Json:

@@ -161,9 +161,9 @@ def add_whatif_arguments(parser: argparse.ArgumentParser) -> None:
         " no: they stay",
     )
     _add_acceptance(parser)
-    parser.add_argument("--ttft-ms", type=positive, help="target of all classes that have one")
-    parser.add_argument("--tpot-ms", type=positive, help="target of all classes that have one")
-    parser.add_argument("--gap-ms", type=positive, help="target of all classes that have any, for 99 of 100 gaps")
+    add_target(parser, "ttft", "target of all classes that have one")
+    add_target(parser, "tpot", "target of all classes that have one")
+    add_target(parser, "gap", "target of all classes that have any, for 99 of 100 gaps")
     parser.add_argument("--json", action="store_true", help="a line of JSON instead of a table")
 
 
@@ -202,10 +202,15 @@ def _add_requests(parser: argparse.ArgumentParser, formats: Sequence[str], drawn
 
 
 def _add_targets(targets: argparse._ArgumentGroup) -> None:
-    targets.add_argument("--ttft-ms", type=positive, default=2000.0)
-    targets.add_argument("--tpot-ms", type=positive, default=100.0)
+    add_target(targets, "ttft", "default: 2000", 2.0)
+    add_target(targets, "tpot", "default: 100", 0.1)
+    add_target(targets, "gap", "99 of 100 of a request's gaps between tokens; default: nothing is promised")
+
+
+def add_target(targets: argparse._ActionsContainer, name: str, told: str, default_s: float | None = None) -> None:
+    """Add an option for a target, which is given in milliseconds and taken in seconds: `--NAME-ms`, as `NAME_s`."""
     targets.add_argument(
-        "--gap-ms", type=positive, help="99 of 100 of a request's gaps between tokens; default: nothing is promised"
+        f"--{name}-ms", type=_milliseconds, dest=f"{name}_s", metavar="MS", default=default_s, help=told
     )
 
 
@@ -249,6 +254,10 @@ def positive(text: str) -> float:
     if not number > 0:
         raise argparse.ArgumentTypeError(f"write a number above 0, not {text!r}")
     return number
+
+
+def _milliseconds(text: str) -> float:
+    return positive(text) / 1000
 
 
 def at_least_zero(text: str) -> float:

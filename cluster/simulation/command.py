@@ -205,12 +205,7 @@ def _config(arguments: argparse.Namespace, *, one_pool: bool) -> SimulationConfi
             )
         budget = pools["prefill" if worker_id.startswith("prefill-") else "decode"].token_budget
         shapes[worker_id] = replace(_shape(arguments, device), token_budget=budget)
-    slo = SloClass(
-        name="interactive",
-        ttft_s=arguments.ttft_ms / 1000,
-        tpot_s=arguments.tpot_ms / 1000,
-        gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
-    )
+    slo = SloClass(name="interactive", ttft_s=arguments.ttft_s, tpot_s=arguments.tpot_s, gap_s=arguments.gap_s)
     return SimulationConfig(
         num_prefill=num_prefill,
         num_decode=arguments.decode + arguments.prefill - num_prefill,

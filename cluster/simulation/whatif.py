@@ -61,9 +61,9 @@ def _others(arguments: argparse.Namespace, logs: Mapping[str, Log]) -> dict[str,
             cluster,
             num_prefill=prefill[name],
             num_decode=decode[name],
-            ttft_s=None if arguments.ttft_ms is None else arguments.ttft_ms / 1000,
-            tpot_s=None if arguments.tpot_ms is None else arguments.tpot_ms / 1000,
-            gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
+            ttft_s=arguments.ttft_s,
+            tpot_s=arguments.tpot_s,
+            gap_s=arguments.gap_s,
             change_s=arguments.model_flips,
         )
         for name, (cluster, _) in logs.items()

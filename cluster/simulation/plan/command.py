@@ -36,12 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command. Returns its exit code: 3 if no cluster within the limits is enough. Raises ValueError, with
     advice, for what cannot be planned for."""
     started = time.monotonic()
-    targets = Targets(
-        ttft_s=arguments.ttft_ms / 1000,
-        tpot_s=arguments.tpot_ms / 1000,
-        gap_s=None if arguments.gap_ms is None else arguments.gap_ms / 1000,
-        share=arguments.share,
-    )
+    targets = Targets(ttft_s=arguments.ttft_s, tpot_s=arguments.tpot_s, gap_s=arguments.gap_s, share=arguments.share)
     deadline, degrees = started + arguments.time_s, tuple(arguments.tensor_parallel or _DEGREES)
     each = of_each_model(arguments)
     report: PlanReport | ModelsPlan
