@@ -16,7 +16,7 @@ from typing import Final
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.failures import Kill, Slow
 from cluster.simulation.models import simulate_models
-from cluster.simulation.records import RequestRecord, Summary
+from cluster.simulation.records import RequestRecord, Summary, tell
 from cluster.simulation.routers.base import Router
 from cluster.simulation.routers.baselines import (
     CacheAware,
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         for load in arguments.plot_loads or [1.0]:
             result = simulate(config, _requests(arguments, load), ROUTERS[name]())
             summary = result.summary
-            print(summary.json_line() if arguments.json else summary.table(), flush=True)
+            tell(summary, as_json=arguments.json)
             records[name] = result.records
             summaries.setdefault(name, []).append((arguments.load * load, summary))
     if arguments.plot is not None:
@@ -133,8 +133,7 @@ def _run_models(arguments: argparse.Namespace, each: dict[str, argparse.Namespac
             decisions=dict.fromkeys(each, DecisionPolicy(one_pool=one_pool)),
         )
         for name, found in result.by_model.items():
-            summary = replace(found.summary, model=name)
-            print(summary.json_line() if arguments.json else summary.table(), flush=True)
+            tell(replace(found.summary, model=name), as_json=arguments.json)
         if not arguments.json:
             print(f"all models: {result.in_time:.1%} in time, {len(result.changes)} workers changed their model")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -183,10 +184,10 @@ class Summary:
     def overall(self) -> ClassSummary:
         return self.classes[0]
 
-    def json_line(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
 
-    def table(self) -> str:
+    def text(self) -> str:
         head = ["class", "requests", "served", "rejected", "in time", "good/s"]
         head += [f"{name} {p}" for name in ("TTFT", "TPOT", "gap", "E2E") for p in ("P50", "P95", "P99")]
         rows = [head, *map(_row, self.classes)]
@@ -200,6 +201,18 @@ class Summary:
             f" busy: {pools}"
         )
         return "\n".join(lines)
+
+
+class Findings(Protocol):
+    """What a command of the simulator has found."""
+
+    def as_json(self) -> dict[str, Any]: ...
+    def text(self) -> str: ...
+
+
+def tell(found: Findings, *, as_json: bool) -> None:
+    """Print it: a line of JSON for programs, or a text for people."""
+    print(json.dumps(found.as_json(), separators=(",", ":")) if as_json else found.text(), flush=True)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

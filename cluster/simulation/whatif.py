@@ -5,7 +5,6 @@ served most of one model's (`best_layout`)."""
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -18,7 +17,7 @@ from cluster.gateway.request_log import Log, LoggedCluster, LoggedRequest, Logge
 from cluster.scheduler.placement.policy import DecisionPolicy
 from cluster.simulation.models import ModelsResult, simulate_models
 from cluster.simulation.plan.search import Layout, OutOfTime
-from cluster.simulation.records import Quantiles, RequestRecord, aligned
+from cluster.simulation.records import Quantiles, RequestRecord, aligned, tell
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, Watch, simulate
 from cluster.simulation.workers.worker import WorkerShape
@@ -49,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         [other] = _others(arguments, logs).values()
         result = what_if(*first, other, acceptance=arguments.acceptance)
-    print(result.json_line() if arguments.json else result.text(), flush=True)
+    tell(result, as_json=arguments.json)
     return 0
 
 
@@ -156,9 +155,6 @@ class WhatIf:
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "errors": self.errors}
 
-    def json_line(self) -> str:
-        return json.dumps(self.as_json(), separators=(",", ":"))
-
     def text(self) -> str:
         rows = [
             [
@@ -189,10 +185,9 @@ class WhatIfModels:
     num_replayed: int
     num_supposed: int
 
-    def json_line(self) -> str:
-        fields: dict[str, Any] = {**self.overall.as_json(), "changes": [self.num_replayed, self.num_supposed]}
-        fields["models"] = {name: found.as_json() for name, found in self.by_model.items()}
-        return json.dumps(fields, separators=(",", ":"))
+    def as_json(self) -> dict[str, Any]:
+        models = {name: found.as_json() for name, found in self.by_model.items()}
+        return {**self.overall.as_json(), "changes": [self.num_replayed, self.num_supposed], "models": models}
 
     def text(self) -> str:
         told = [found.text() for found in (*self.by_model.values(), self.overall)]
@@ -309,8 +304,8 @@ class BestLayout:
             return f"{told}, and none {others} serves more ({best.layout}: {_shares(best)}), simulated."
         return f"{told}; {others} {best.layout} serves most, {_shares(best)}, simulated."
 
-    def json_line(self) -> str:
-        return json.dumps({**asdict(self), "sentence": self.sentence}, separators=(",", ":"))
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "sentence": self.sentence}
 
     def text(self) -> str:
         rows = [["", "in time", "least tenth"]]

@@ -30,7 +30,7 @@ async def test_a_log_is_studied_once_for_all_who_ask(tmp_path: Path) -> None:
     assert first is second
     assert await study.ask() is first, "it is told again, not made again"
     assert study.newest is first
-    assert first == json.loads(best_layout(CLUSTER, requests).json_line())
+    assert first == json.loads(json.dumps(best_layout(CLUSTER, requests).as_json()))
 
 
 async def test_who_asks_and_goes_away_does_not_end_it_for_others(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from cluster.simulation.models import simulate_models
 from cluster.simulation.plan.demand import Estimate, Targets, busiest, demand_of, estimate
 from cluster.simulation.plan.report import Changing, LayoutResult, ModelsPlan, PlanReport, num_gpus_of
 from cluster.simulation.plan.search import Layout, OutOfTime, Search
+from cluster.simulation.records import tell
 from cluster.simulation.routers.legato import LegatoRouter
 from cluster.simulation.simulate import SimulationConfig, SimulationResult, simulate
 from cluster.simulation.workers.worker import WorkerShape, measured
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = plan_models(
             problems, degrees, limit=arguments.limit, change_s=arguments.model_flips, max_gpus=arguments.max_gpus
         )
-    print(report.json_line() if arguments.json else report.text(), flush=True)
+    tell(report, as_json=arguments.json)
     return 0 if report.is_enough else 3
 
 

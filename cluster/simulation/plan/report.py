@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -81,9 +80,6 @@ class PlanReport:
         }
         return fields
 
-    def json_line(self) -> str:
-        return json.dumps(self.as_json(), separators=(",", ":"))
-
     def text(self) -> str:
         targets = self.targets
         gap = "" if targets.gap_s is None else f", gaps {1000 * targets.gap_s:g} ms"
@@ -155,10 +151,10 @@ class ModelsPlan:
     def is_enough(self) -> bool:
         return self.changing is not None or (self.num_gpus is not None and self.num_gpus <= self.max_gpus)
 
-    def json_line(self) -> str:
+    def as_json(self) -> dict[str, Any]:
         fields = {**asdict(self), "num_gpus": self.num_gpus}
         fields["by_model"] = {name: report.as_json() for name, report in self.by_model.items()}
-        return json.dumps(fields, separators=(",", ":"))
+        return fields
 
     def text(self) -> str:
         lines = [f"{report.text()}\n" for report in self.by_model.values()]

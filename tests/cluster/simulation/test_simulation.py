@@ -395,8 +395,8 @@ def test_the_summary_counts_who_was_served_in_time() -> None:
     assert fast.gap.p50 == pytest.approx(decode_s(range(1005, 1006)), rel=0.015)
     assert fast.ttft.p50 == pytest.approx(6 * 0.001 + prefill_s((1000, 0)))
     assert 0 < result.summary.utilisation["prefill"] < 0.5
-    assert json.loads(result.summary.json_line())["classes"][1]["name"] == "fast"
-    assert len({len(line) for line in result.summary.table().splitlines()[:4]}) == 1, (
+    assert json.loads(json.dumps(result.summary.as_json()))["classes"][1]["name"] == "fast"
+    assert len({len(line) for line in result.summary.text().splitlines()[:4]}) == 1, (
         "a line for each class, below the heads"
     )
 
