@@ -129,16 +129,9 @@ async def prepare_chat(
     max_tokens, logprobs = _chat_max_tokens(body), _chat_logprobs(body)
     token_ids = await chat_token_ids(body.messages, body, asked, told_tools(body.offered_tools()))
     token_ids = truncated(token_ids, body, max_tokens, asked)
-    prompt_end = ""
-    if asked.model.formats.reasoning is not None:
-        prompt_end = asked.model.tokenizer.decode(token_ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
-    reading = reading_of(body, asked.model.formats, prompt_end)
+    reading = reading_of(body, asked.model.formats, _prompt_end(token_ids, asked))
     prediction = await prediction_token_ids(body, asked)
-    beside = constrained(body, reading, asked.model.tokenizer)
-    wanted = (body.response_format, body.structured_outputs)
-    if beside is not None and not all(wanted):
-        wanted = (beside, None)
-    grammar = await asked.model.grammars.grammar_for(*wanted, terms.tenant)
+    grammar = await _chat_grammar(body, reading, asked, terms.tenant)
     return _job(
         job_id or new_job_id("chatcmpl"),
         body,
@@ -154,6 +147,24 @@ async def prepare_chat(
         reading=reading,
         thinking=thinking_of(body, reading, asked.model.tokenizer),
     )
+
+
+def _prompt_end(token_ids: list[int], asked: Asked) -> str:
+    """The last words of a chat's prompt, where its template may have begun the reasoning; "" if the model does not
+    reason."""
+    if asked.model.formats.reasoning is None:
+        return ""
+    return asked.model.tokenizer.decode(token_ids[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+
+
+async def _chat_grammar(body: ChatBody, reading: Reading | None, asked: Asked, tenant: str) -> str | None:
+    """The grammar of a chat's answers: of what the client wants them to be, together with the reasoning and the calls
+    that they may have. None: they may be any text. Raises InvalidRequestError, OverloadedError."""
+    grammars, wanted = asked.model.grammars, (body.response_format, body.structured_outputs)
+    whole = constrained(body, reading, asked.model.tokenizer)
+    if whole is None or None not in wanted:  # who sends both is told so
+        return await grammars.grammar_for(*wanted, tenant)
+    return await grammars.grammar_for(whole, None, tenant)
 
 
 async def prepare_completion(body: CompletionBody, asked: Asked, terms: RequestTerms) -> Job:

@@ -519,7 +519,8 @@ def _gemma_object(character: str, quote: str, depth: int) -> Reader[dict[str, An
 
 
 def _gemma_value(character: str, quote: str, depth: int) -> Reader[tuple[Any, str]]:
-    """(a value, what comes after it)"""
+    """Read a value: a text between `quote`s, an object, a list, or a number or word as in JSON. Returns it, and the
+    character after it. `depth`: of the objects and lists around it."""
     character = yield from _after_space(character)
     if character == quote[0]:
         return (yield from _gemma_text(character, quote))
@@ -527,19 +528,25 @@ def _gemma_value(character: str, quote: str, depth: int) -> Reader[tuple[Any, st
         found = yield from _gemma_object(character, quote, depth + 1)
         return found, (yield)
     if character == "[":
-        _require(depth < _MAX_DEPTH // 4)
-        items: list[Any] = []
-        character = yield from _after_space((yield))
-        while character != "]":
-            item, character = yield from _gemma_value(character, quote, depth + 1)
-            items.append(item)
-            character = yield from _after_space(character)
-            _require(character in ",]")
-            if character == ",":
-                character = yield from _after_space((yield))
+        items = yield from _gemma_list(quote, depth)
         return items, (yield)
     raw, character = yield from _raw_and_next(character)
     return _loaded(raw), character
+
+
+def _gemma_list(quote: str, depth: int) -> Reader[list[Any]]:
+    """The rest of a list, of which the bracket has been read."""
+    _require(depth < _MAX_DEPTH // 4)
+    items: list[Any] = []
+    character = yield from _after_space((yield))
+    while character != "]":
+        item, character = yield from _gemma_value(character, quote, depth + 1)
+        items.append(item)
+        character = yield from _after_space(character)
+        _require(character in ",]")
+        if character == ",":
+            character = yield from _after_space((yield))
+    return items
 
 
 def _gemma_text(character: str, quote: str) -> Reader[tuple[str, str]]:

@@ -165,11 +165,12 @@ class NativeAdapterForm:
         return _PackedLowRank(self._weight(downs, first_rank, downs[0].num_columns, pieces), tuple(ups))
 
     def _weight(self, stored: Sequence[StoredRows], num_outputs: int, num_inputs: int, pieces: list[_Piece]) -> _Weight:
-        """Place a weight, and note what it is made of: rows side by side, of each an even number if there are more."""
+        """Place a weight behind those that have a place in the adapter's memory, and add to `pieces` what it is made
+        of: the rows in `stored` become its outputs, one tensor's after another's, each beginning at an even one."""
         weight, first_output = _Weight(self._size, num_outputs, num_inputs), 0
         for rows in stored:
             if rows.order is not None:
-                self._kept.append(rows.order)
+                self._kept.append(rows.order)  # whose address is all that the piece has
             pieces.append(
                 _Piece(
                     begin=rows.first,
