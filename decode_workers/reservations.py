@@ -158,10 +158,10 @@ class Reservations:
         now = time.monotonic()
         while self._queue:
             head = self._queue[0]
-            if self._has_room(head.request):
-                self._queue.popleft()
-                self._grant(head.gateway, head.request)
-                self._granted.append((now, head.request.num_tokens))
+            if (found := self._first_with_room(now)) is not None:
+                self._queue.remove(found)
+                self._grant(found.gateway, found.request)
+                self._granted.append((now, found.request.num_tokens))
             elif head.deadline <= now:
                 retry_after_s = self.room_in_s  # as if it were asked for again now, behind the others
                 self._queue.popleft()
@@ -174,14 +174,18 @@ class Reservations:
         # Sooner than its time is up: those that lack their adapters may make way by then.
         self._timer.arm(min(self._queue[0].deadline, now + TURN_S) if self._queue else None)
 
-    def _has_room(self, request: RequestSpec) -> bool:
-        if self._scheduler.can_reserve(request.num_tokens):
-            return True
-        if request.adapter is not None:
-            pool = self._model.adapters
-            if pool is None or request.adapter.digest not in pool.open:
-                return False  # it could not be computed either
-        return self._scheduler.make_way(request.num_tokens, time.monotonic())
+    def _first_with_room(self, now: float) -> _Waiting | None:
+        """The first of those who wait, or, where others may make way, the first that lacks nothing but room: before it
+        are those who wait for an adapter as well, and could not be computed with room either."""
+        if self._scheduler.can_reserve(self._queue[0].request.num_tokens):
+            return self._queue[0]
+        pool = self._model.adapters
+        is_open = {None, *(() if pool is None else pool.open)}
+        for waiting in self._queue:
+            adapter = waiting.request.adapter
+            if (None if adapter is None else adapter.digest) in is_open:
+                return waiting if self._scheduler.make_way(waiting.request.num_tokens, now) else None
+        return None
 
     def cancel(self, key: SequenceKey) -> None:
         """A reservation that has blocks; they are free once no copy into them is in flight."""
