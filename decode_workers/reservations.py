@@ -158,7 +158,7 @@ class Reservations:
         now = time.monotonic()
         while self._queue:
             head = self._queue[0]
-            if (found := self._first_with_room(now)) is not None:
+            if (found := self._first_with_room()) is not None:
                 self._queue.remove(found)
                 self._grant(found.gateway, found.request)
                 self._granted.append((now, found.request.num_tokens))
@@ -174,7 +174,7 @@ class Reservations:
         # Sooner than its time is up: those that lack their adapters may make way by then.
         self._timer.arm(min(self._queue[0].deadline, now + TURN_S) if self._queue else None)
 
-    def _first_with_room(self, now: float) -> _Waiting | None:
+    def _first_with_room(self) -> _Waiting | None:
         """The first of those who wait, or, where others may make way, the first that lacks nothing but room: before it
         are those who wait for an adapter as well, and could not be computed with room either."""
         if self._scheduler.can_reserve(self._queue[0].request.num_tokens):
@@ -184,7 +184,7 @@ class Reservations:
         for waiting in self._queue:
             adapter = waiting.request.adapter
             if (None if adapter is None else adapter.digest) in is_open:
-                return waiting if self._scheduler.make_way(waiting.request.num_tokens, now) else None
+                return waiting if self._scheduler.make_way(waiting.request.num_tokens) else None
         return None
 
     def cancel(self, key: SequenceKey) -> None:

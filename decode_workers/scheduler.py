@@ -24,7 +24,7 @@ from engine.cost_model.step_room import StepRoom
 from engine.drafting.drafter import Drafted
 from engine.drafting.speculation import Candidate, Speculation
 from engine.kv.allocation import BlockAllocator
-from engine.model.adapters import TURN_S, Need
+from engine.model.adapters import Need
 from engine.sequence import (
     FinishReason,
     SampledToken,
@@ -224,11 +224,11 @@ class DecodeScheduler:
         host_groups = self._host_groups_for(num_tokens + 1 + waited_for)
         return host_groups is not None and not (waited_for and host_groups)
 
-    def make_way(self, num_tokens: int, now: float) -> bool:
+    def make_way(self, num_tokens: int) -> bool:
         """Ask where `can_reserve` says no, for one that lacks nothing but room: whether it has that now. Where nobody
-        that has blocks can be computed, as all lack their adapters, those that have waited for them for a turn give
-        theirs, the youngest first: an adapter may be away for as long as a server of files does not answer."""
-        return self._make_way(num_tokens + 1, now, lambda: self.can_reserve(num_tokens))
+        that has blocks can be computed, as all lack their adapters, and one has been read for a turn, they give theirs,
+        the youngest first: an adapter may be away for as long as a server of files does not answer."""
+        return self._make_way(num_tokens + 1, lambda: self.can_reserve(num_tokens))
 
     def reserve(self, seq: Sequence) -> None:
         """Lease blocks for all tokens of `seq` and its next one. Ask `can_reserve` first."""
@@ -316,7 +316,7 @@ class DecodeScheduler:
             return plan
         plan = self._plan([seq for seq in self._running if not seq.num_alone and seq.has_adapter], now)
         plan = (self._plan_alone(now) or plan) if plan.is_empty else plan
-        return self._plan([], now) if plan.is_empty and self._make_way_for_prompt(now) else plan
+        return self._plan([], now) if plan.is_empty and self._make_way_for_prompt() else plan
 
     def plan_ahead(self, now: float = 0.0) -> StepPlan:
         """The step after the one in flight, planned as if that one ended well and brought nobody's end but those that
@@ -644,18 +644,18 @@ class DecodeScheduler:
         selection.ring_left += reserved_columns  # which that prompt takes now
         return selection
 
-    def _make_way_for_prompt(self, now: float) -> bool:
+    def _make_way_for_prompt(self) -> bool:
         oldest = self._local.oldest
         if oldest is None or self._local.oldest_may_begin:
             return False
-        return self._make_way(oldest.num_tokens, now, lambda: self._local.oldest_may_begin)
+        return self._make_way(oldest.num_tokens, lambda: self._local.oldest_may_begin)
 
-    def _make_way(self, num_tokens: int, now: float, fits: Callable[[], bool]) -> bool:
+    def _make_way(self, num_tokens: int, fits: Callable[[], bool]) -> bool:
         has_blocks = (DecodeState.RESERVED, DecodeState.PREFILLING, DecodeState.RUNNING)
         others = [entry for entry in self._entries.values() if entry.state is not DecodeState.WAITING]
         if self._in_flight or any(entry.state not in has_blocks or entry.seq.has_adapter for entry in others):
             return False
-        idle = [seq for seq in self._running if seq.adapter is not None and seq.adapter.waited_s(now) >= TURN_S]
+        idle = [seq for seq in self._running if seq.adapter is not None and seq.adapter.is_stalled]
         device_blocks = {seq: self.allocator.num_device_blocks(seq) for seq in reversed(idle)}
         num_blocks = self.allocator.pool.num_available + sum(device_blocks.values())
         if self.allocator.num_blocks_for(num_tokens) > num_blocks:

@@ -17,11 +17,9 @@ from decode_workers.reservations import Reservations
 from decode_workers.scheduler import DecodeScheduler, DecodeState
 from engine.drafting.speculation import Speculation, SpeculationConfig
 from engine.kv.allocation import BlockAllocator
-from engine.model.adapters import TURN_S
 from engine.sequence import Sequence, SequenceKey, StepOutput, StepPlan
 from engine.steps.loading import LoadedModel
 from engine.steps.loop import StepLoop
-from kv_transfer.connections.event_loops import DeadlineTimer
 from kv_transfer.messages import Message
 from kv_transfer.messages.fields import Role
 from kv_transfer.messages.requests import Cancel, Preempted, RequestSpec, Reserve, Start, Ticket
@@ -90,7 +88,6 @@ class DecodeWorker(Worker):
             listener=self,
         )
         await self.reservations.start(ttl_s=self._config.lease_ttl_s)
-        self._looks_again = DeadlineTimer(lambda: self.steps.wake())
         overlaps = self._config.overlap_steps
         if overlaps is None:
             overlaps = self.model.kv_cache.device.type != "cpu"  # which idles otherwise
@@ -98,7 +95,6 @@ class DecodeWorker(Worker):
 
     def _close(self) -> None:
         self.reservations.stop()
-        self._looks_again.stop()
 
     @property
     def _max_num_seqs(self) -> int:
@@ -270,9 +266,6 @@ class DecodeWorker(Worker):
         if plan.is_empty:
             for seq in self.scheduler.stuck():  # whose decode worker has room, and can compute it as well
                 self._end(seq.key, "the memory is kept for prompts that others compute", "moved")
-        # Nothing else may happen until then, and those that lack their adapters may make way for these by then.
-        waits = plan.is_empty and self.scheduler.num_waiting
-        self._looks_again.arm(time.monotonic() + TURN_S if waits else None)
         return plan
 
     def _plan_ahead(self) -> StepPlan:

@@ -39,6 +39,7 @@ class AdapterSlot:
     waits_at: float | None = None  # since when sequences that lack nothing else wait for a place; None: none do
     num_loads_before: int = 0  # of the pool's loads, those before it began to wait
     is_overdue: bool = False  # it has waited for `TURN_S`
+    is_stalled: bool = False  # one has been read for `TURN_S`, and may be for ever, that it waits for
 
     def serves(self, user: AdapterUser) -> bool:
         """Whether this sequence can be computed with it now."""
@@ -82,6 +83,8 @@ class AdapterPool:
         self._slots: OrderedDict[str, AdapterSlot] = OrderedDict()  # of those that are loaded, the last used comes last
         self._draining: list[AdapterSlot] = []  # in the order in which they began to
         self._loading: AdapterSlot | None = None
+        self._loading_since = 0.0
+        self.is_stalled = False  # that one takes long
         self._num_loads = 0
         self.on_open: Callable[[], None] = lambda: None  # those of an adapter that drained may go on after all
 
@@ -99,6 +102,12 @@ class AdapterPool:
     def is_contended(self) -> bool:
         """Whether anything waits to be loaded, or drains."""
         return bool(self.num_waiting or self._draining)
+
+    @property
+    def stalls_at(self) -> float | None:
+        """When what is being read will have taken so long that others need not wait with it. None: nothing is read, or
+        it has."""
+        return None if self._loading is None or self.is_stalled else self._loading_since + TURN_S
 
     def is_loading(self, slot: AdapterSlot) -> bool:
         return self._loading is slot
@@ -146,11 +155,11 @@ class AdapterPool:
         wanted = max(waiting, key=lambda slot: (needs[slot], slot.waited_s(now)), default=None)
         if wanted is None or not self._make_room(needs[wanted], needs, now):
             return None
-        self._loading = wanted
+        self._loading, self._loading_since = wanted, now
         return wanted
 
     def has_loaded(self, slot: AdapterSlot, adapter: Adapter, now: float) -> None:
-        self._loading = None
+        self._end_loading()
         self._num_loads += 1
         slot.loaded, slot.turn_at, slot.is_overdue = adapter, now, False
         self._slots.move_to_end(slot.digest)
@@ -171,8 +180,13 @@ class AdapterPool:
 
     def has_failed(self, slot: AdapterSlot) -> None:
         """Forget a slot that could not be loaded; who wants that adapter again is given another slot."""
-        self._loading = None
+        self._end_loading()
         del self._slots[slot.digest]
+
+    def _end_loading(self) -> None:
+        self._loading, self.is_stalled = None, False
+        for slot in self._slots.values():
+            slot.is_stalled = False
 
     def check(self) -> None:
         """Raises AssertionError where more are loaded than may be."""
@@ -191,7 +205,9 @@ class AdapterPool:
 
     def _note_waits(self, asked_for: Set[AdapterSlot], now: float) -> None:
         """Note who waits for a place or for another turn, and since when. Nobody becomes overdue while another one is
-        loaded: for who is, blocks are kept, and all that while nobody could use them."""
+        loaded: for who is, blocks are kept, and all that while nobody could use them. Where that takes long, nobody is
+        any more."""
+        self.is_stalled = self._loading is not None and now - self._loading_since >= TURN_S
         for slot in self._slots.values():
             if slot.loaded is not None and slot.last is None:
                 continue
@@ -201,6 +217,8 @@ class AdapterPool:
                 slot.waits_at, slot.num_loads_before = now, self._num_loads
             if self._loading is None:
                 slot.is_overdue = slot.loaded is None and slot.waited_s(now) >= TURN_S
+            elif self.is_stalled:
+                slot.is_overdue, slot.is_stalled = False, True
 
     def _drain(
         self,

@@ -27,8 +27,8 @@ that does not answer takes for ever, and nobody needs it any more."""
 
 class AdapterLoading:
     """`users()`: all sequences that are to be computed, and how much each needs its adapter. `on_loaded()`: those of
-    one can be computed. `on_failed(slot, reason)`: those of that one cannot be. `on_late(seq, retry_after_s)`: this one
-    has waited for `wait_s`, and has no token yet.
+    one can be computed, or others with their blocks, as one takes long to be read. `on_failed(slot, reason)`: those of
+    that one cannot be. `on_late(seq, retry_after_s)`: this one has waited for `wait_s`, and has no token yet.
 
     Belongs to the main loop. Without a `pool` no request may name an adapter.
     """
@@ -85,7 +85,10 @@ class AdapterLoading:
         if self._pool is None or self._turns_away:  # each that leaves brings another call, and hundreds leave at once
             return
         users = list(self._users()) if self._pool.is_contended else []
+        was_stalled = self._pool.is_stalled
         slot = self._pool.next_load(users, time.monotonic())
+        if self._pool.is_stalled and not was_stalled:
+            self._on_loaded()  # not they can be computed, but others with their blocks
         if slot is not None:
             self._load_began = time.monotonic()
             self._task = asyncio.create_task(self._load(self._pool, slot), name="adapter")
@@ -119,7 +122,8 @@ class AdapterLoading:
             asyncio.get_running_loop().call_soon(self.retry)  # what drained for them need not
         if self._timer is None:
             self._timer = DeadlineTimer(self.retry)
-        self._timer.arm(min(deadlines.values(), default=None))
+        looks_at = [*deadlines.values(), *([] if pool.stalls_at is None else [pool.stalls_at])]
+        self._timer.arm(min(looks_at, default=None))
 
     async def close(self, within_s: float | None = None) -> None:
         """Close: nobody is called back any more, and nothing else is loaded. Returns when nothing is being read any

@@ -307,16 +307,17 @@ def test_who_lacks_its_adapter_keeps_its_blocks_while_nobody_needs_them() -> Non
 
 def test_where_all_who_have_blocks_lack_their_adapters_they_give_them_to_who_does_not() -> None:
     """The adapter lies on a server of files that does not answer."""
-    bench, slot = Bench(columns=11), AdapterSlot("digest", Path("folder"), waits_at=0.0)
+    bench, slot = Bench(columns=11), AdapterSlot("digest", Path("folder"))
     waiting = [bench.hand_over(_adapted(f"waiting {number}", [3] * 16, slot)) for number in range(2)]
     assert not bench.scheduler.can_reserve(16)
-    assert not bench.scheduler.make_way(16, now=TURN_S / 2), "it may come at any moment"
-    assert not bench.scheduler.make_way(50, now=TURN_S), "nor would there be room"
+    assert not bench.scheduler.make_way(16), "it may come at any moment"
+    slot.is_stalled = True
+    assert not bench.scheduler.make_way(50), "nor would there be room"
     assert bench.scheduler.num_preemptions == 0
-    assert bench.scheduler.make_way(16, now=TURN_S)
+    assert bench.scheduler.make_way(16)
     assert [bench.scheduler.state(seq.key) for seq in waiting] == [DecodeState.RUNNING, DecodeState.WAITING]
     newcomer = bench.hand_over(_seq("newcomer", [2] * 16))
-    assert not bench.scheduler.make_way(16, now=TURN_S), "somebody is computed"
+    assert not bench.scheduler.make_way(16), "somebody is computed"
     while bench.scheduler.state(newcomer.key) is not None:
         bench.step()
     slot.loaded = Adapter(lambda _: AdapterLayer(), 0)
@@ -324,8 +325,38 @@ def test_where_all_who_have_blocks_lack_their_adapters_they_give_them_to_who_doe
     assert all(seq.output_token_ids == _expected([3] * 16, 8) for seq in waiting)
 
 
+def test_nobody_makes_way_while_an_adapter_that_was_waited_for_is_read_in_time_nor_in_vain_later() -> None:
+    """It had waited for its turn: so long that room was kept for the next one that needs it."""
+    bench, pool = Bench(columns=11), AdapterPool(lambda digest, folder: Adapter(lambda _: AdapterLayer(), 0), 1)
+
+    def looked_at(now: float) -> AdapterSlot | None:
+        return pool.next_load(bench.scheduler.adapter_users(), now)
+
+    runs = bench.hand_over(_adapted("runs", [3] * 16, pool.want("a", Path("a"))))
+    loading = looked_at(0.0)
+    assert loading is not None
+    pool.has_loaded(loading, pool.load("a", Path("a")), 0.0)
+    waiting = [bench.hand_over(_adapted("first", [3] * 16, pool.want("b", Path("b"))))]
+    for now in (0.0, 2 * TURN_S):
+        assert looked_at(now) is None
+    while bench.scheduler.state(runs.key) is not None:
+        bench.step()
+    waiting.append(bench.hand_over(_adapted("second", [3] * 16, pool.want("b", Path("b")))))
+    began = 2 * TURN_S
+    loading = looked_at(began)
+    assert loading is waiting[0].adapter is waiting[1].adapter
+    assert looked_at(began + TURN_S / 2) is None
+    assert not bench.scheduler.make_way(24) and bench.scheduler.num_preemptions == 0
+    assert looked_at(began + TURN_S) is None
+    assert bench.scheduler.make_way(24) and bench.scheduler.num_preemptions == 2
+    assert loading is not None
+    pool.has_loaded(loading, pool.load("b", Path("b")), began + TURN_S)
+    bench.run()
+    assert all(seq.output_token_ids == _expected([3] * 16, 8) for seq in waiting)
+
+
 def test_where_all_who_have_blocks_lack_their_adapters_a_prompt_that_does_not_is_computed() -> None:
-    bench, slot = Bench(columns=11), AdapterSlot("digest", Path("folder"), waits_at=-TURN_S)
+    bench, slot = Bench(columns=11), AdapterSlot("digest", Path("folder"), is_stalled=True)
     waiting = [bench.hand_over(_adapted(f"waiting {number}", [3] * 16, slot)) for number in range(2)]
     prompt = _seq("prompt", [2] * 16)
     bench.scheduler.add(prompt)

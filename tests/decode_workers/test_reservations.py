@@ -42,8 +42,9 @@ class Recorder:
 
 def the_reservations(bench: Bench, port: Recorder, thread: Recorder) -> Reservations:
     kv = SimpleNamespace(tensor=torch.empty(0))
+    layout = SimpleNamespace(layers_per_group=4)
     model = SimpleNamespace(
-        layout=SimpleNamespace(layers_per_group=4), kv_cache=kv, sequence_kv=kv, host_cache=None, block_pool=bench.pool
+        layout=layout, kv_cache=kv, sequence_kv=kv, host_cache=None, block_pool=bench.pool, adapters=None
     )
     parts = SimpleNamespace(
         model=model, identity=SimpleNamespace(worker_id="d"), transport=Recorder(), digest_kind="xxh3_64"

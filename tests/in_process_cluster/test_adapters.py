@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.errors import FailedError, OverloadedError
-from decode_workers import scheduler
-from decode_workers import worker as decode_worker
 from decode_workers.pacing import LayerKvConfig
 from decode_workers.scheduler import DecodeState
 from decode_workers.worker import DecodeWorkerConfig
 from engine.checkpoint.adapters import adapter_digest
 from engine.drafting.speculation import SpeculationConfig
+from engine.model import adapters
 from engine.model.adapters import TURN_S
 from engine.sequence import SequenceKey
 from kernels.adapters import Adapter
@@ -264,57 +262,64 @@ async def test_a_worker_stops_while_an_adapter_is_read_that_never_comes(
 
 
 @contextlib.asynccontextmanager
-async def one_that_never_comes(model: SmallModel, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MiniCluster]:
-    """A cluster whose decode worker has room for one sequence only, and waits for its adapter's files when it has its
-    KV. Nobody makes way until `scheduler.TURN_S` is set."""
-    monkeypatch.setattr(scheduler, "TURN_S", math.inf)
+async def one_that_never_comes(
+    model: SmallModel, ref: AdapterRef, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[MiniCluster, Callable[[], None]]]:
+    """A cluster whose decode worker has room for one sequence, which is there and lacks its adapter; and what has its
+    files be read, which does not end."""
     engines: dict[str, Any] = {
         "prefill_engine": {"max_adapters": 2},
         "decode_engine": {"max_adapters": 2, "kv_blocks": 14},
     }
     answers = threading.Event()
     async with cluster_of(model, decode=DecodeWorkerConfig(reserve_wait_s=10 * HANGS_S), **engines) as cluster:
-        pool = cluster.decodes[0].model.adapters
+        decode = cluster.decodes[0]
+        pool = decode.model.adapters
         assert pool is not None
-        load = pool.load
+        load, next_load = pool.load, pool.next_load
 
         def late(digest: str, folder: Path) -> Adapter:
             answers.wait()
             return load(digest, folder)
 
+        def begin() -> None:
+            monkeypatch.setattr(pool, "next_load", next_load)
+            decode.adapters.retry()
+
         monkeypatch.setattr(pool, "load", late)
+        monkeypatch.setattr(pool, "next_load", lambda users, now: None)
+        holds = asyncio.create_task(generated(cluster, "holds", PROMPT, ref))
+        await eventually(lambda: decode.scheduler.state(SequenceKey("holds", 0)) is DecodeState.RUNNING)
         try:
-            yield cluster
+            yield cluster, begin
         finally:
+            begin()
             answers.set()
+        assert await holds == expected(model, ref, PROMPT)
 
 
-async def test_a_prompt_that_comes_before_others_make_way_for_it_is_looked_at_again(
+async def test_a_prompt_that_waits_is_looked_at_when_others_make_way_for_it(
     model: SmallModel, refs: list[AdapterRef], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No step ends by then, and nobody else comes or goes."""
-    monkeypatch.setattr(decode_worker, "TURN_S", 0.05)
-    async with one_that_never_comes(model, monkeypatch) as cluster:
+    monkeypatch.setattr(adapters, "TURN_S", 0.05)
+    async with one_that_never_comes(model, refs[0], monkeypatch) as (cluster, begin):
         decode = cluster.decodes[0]
-        holds = asyncio.create_task(generated(cluster, "holds", PROMPT, refs[0]))
-        await eventually(lambda: decode.scheduler.state(SequenceKey("holds", 0)) is DecodeState.RUNNING)
         by_hand = await cluster.connect(decode)
         prompt = RequestSpec(request_id="prompt", attempt=0, prompt_token_ids=PROMPT, params=greedy(NUM_TOKENS))
         await by_hand.send(Start(request=prompt, ticket=None))
         await eventually(lambda: decode.scheduler.state(SequenceKey("prompt", 0)) is DecodeState.WAITING)
-        scheduler.TURN_S = 0.0  # type: ignore[misc]
+        begin()
+        assert decode.scheduler.num_preemptions == 0, "it may come at any moment"
         await eventually(lambda: decode.steps.counts["decode"].num_steps > 0, what="nobody has looked again")
         by_hand.close("the test is over")
-    assert await holds == expected(model, refs[0], PROMPT)
 
 
 async def test_who_waits_for_its_adapter_as_well_keeps_nobody_from_room_that_others_make(
     model: SmallModel, refs: list[AdapterRef], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with one_that_never_comes(model, monkeypatch) as cluster:
+    async with one_that_never_comes(model, refs[0], monkeypatch) as (cluster, begin):
         decode = cluster.decodes[0]
-        holds = asyncio.create_task(generated(cluster, "holds", PROMPT, refs[0]))
-        await eventually(lambda: decode.scheduler.state(SequenceKey("holds", 0)) is DecodeState.RUNNING)
         by_hand = await cluster.connect(decode)
         for name, ref in (("lacks it, too", refs[0]), ("lacks room", None)):
             request = RequestSpec(
@@ -322,12 +327,13 @@ async def test_who_waits_for_its_adapter_as_well_keeps_nobody_from_room_that_oth
             )
             await by_hand.send(Reserve(request=request))
         await eventually(lambda: decode.reservations.num_waiting == 2, what="there is room for them")
-        scheduler.TURN_S = 0.0  # type: ignore[misc]
+        monkeypatch.setattr(adapters, "TURN_S", 0.0)
+        begin()
+        decode.adapters.retry()
         decode.reservations.retry()
         assert decode.scheduler.state(SequenceKey("lacks room", 0)) is DecodeState.RESERVED
         assert decode.reservations.num_waiting == 1
         by_hand.close("the test is over")
-    assert await holds == expected(model, refs[0], PROMPT)
 
 
 async def test_kv_that_has_come_makes_an_adapter_needed_more_than_kv_that_is_awaited(

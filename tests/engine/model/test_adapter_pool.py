@@ -268,3 +268,29 @@ def test_of_a_thousand_no_more_are_kept_than_there_is_room_for() -> None:
         story.goes(next(user for user in story.users if user.adapter is not None and user.adapter.loaded is not None))
     assert len(story.pool.loaded) == 16
     assert story.pool.num_waiting == 0
+
+
+def test_for_those_that_wait_for_what_is_not_read_in_time_nothing_is_kept() -> None:
+    """Neither its own ones nor those behind it. A turn begins with the reading, however long they waited before."""
+    pool = AdapterPool(lambda digest, folder: Adapter(lambda _: AdapterLayer(), 10), 1)
+    users = [User(pool.want(name, Path(name)), Need.NOW) for name in ("runs", "next", "behind")]
+
+    def looked_at(now: float) -> AdapterSlot | None:
+        return pool.next_load([(user, user.need) for user in users], now)
+
+    runs, following, behind = (user.adapter for user in users)
+    assert runs is not None and following is not None and behind is not None
+    assert looked_at(0.0) is runs
+    pool.has_loaded(runs, pool.load(runs.digest, runs.folder), 0.0)
+    assert looked_at(0.0) is None
+    assert looked_at(3 * TURN_S) is None and following.is_overdue and behind.is_overdue
+    del users[0]
+    began = 4 * TURN_S
+    assert looked_at(began) is following and pool.stalls_at == began + TURN_S
+    assert looked_at(began + TURN_S / 2) is None
+    assert following.is_overdue and behind.is_overdue and not (following.is_stalled or behind.is_stalled)
+    assert looked_at(began + TURN_S) is None and pool.stalls_at is None
+    assert following.is_stalled and behind.is_stalled and not (following.is_overdue or behind.is_overdue)
+    pool.has_loaded(following, pool.load(following.digest, following.folder), began + 2 * TURN_S)
+    assert looked_at(began + 2 * TURN_S) is None
+    assert not (following.is_stalled or behind.is_stalled) and behind.is_overdue
