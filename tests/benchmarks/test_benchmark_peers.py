@@ -167,10 +167,14 @@ def test_a_silent_process_is_given_up_and_ended(tmp_path: Path, monkeypatch: pyt
         pass
 
 
-LEAVES = """
-import os, signal, tempfile
+LEAVES = r"""
+import mmap, os, signal, tempfile
 from multiprocessing.shared_memory import SharedMemory
 signal.signal(signal.SIGINT, signal.SIG_IGN)
+with open(b"name of no text \xff", "w+b") as file:
+    file.write(bytes(16))
+    file.flush()
+    mapped = mmap.mmap(file.fileno(), 16)
 memory = SharedMemory(create=True, size=16)
 print("serving", memory.name, tempfile.mkdtemp(), flush=True)
 signal.pause()

@@ -118,6 +118,6 @@ def _shared_memory_of(session: int) -> set[Path]:
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has ended
             if os.getsid(int(maps.parent.name)) == session:
-                fields = (line.split(maxsplit=5) for line in maps.read_text(encoding="utf-8").splitlines())
+                fields = (line.split(maxsplit=5) for line in os.fsdecode(maps.read_bytes()).splitlines())
                 names.update(Path(words[5]) for words in fields if words[5:] and words[5].startswith(_SHARED_MEMORY))
     return {path for path in names if not path.name.startswith("legato-kv-")}  # which the next worker takes over
