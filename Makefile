@@ -18,6 +18,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup setup-dev serve cluster test test-fast test-long test-clients test-operators test-wheel check bench bench-peers gpu-check clean
 
+# Of two targets that need other extras each would make the environment, and pip would be in it twice at a time.
+.NOTPARALLEL:
+
 # What serving needs, with the extra `trace` as in the images; and what checks, tests and benchmarks need, which has all of
 # that in it.
 setup: $(STAMP)

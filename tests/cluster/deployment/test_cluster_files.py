@@ -425,6 +425,11 @@ def test_serving_installs_no_tools(fresh_make: Callable[..., list[list[str]]]) -
     assert fresh_make("check", "test", "serve") == []
 
 
+def test_nothing_is_installed_beside_something_else(fresh_make: Callable[..., list[list[str]]]) -> None:
+    """However many jobs `make` may have, as `MAKEFLAGS` says on many a machine."""
+    assert fresh_make("--jobs=2", "serve", "test-fast") == [TORCH, SERVING, TORCH, ALL]
+
+
 def test_checks_and_tests_install_all_at_once(fresh_make: Callable[..., list[list[str]]]) -> None:
     assert fresh_make("check", "test") == [TORCH, ALL]
     assert fresh_make("test", "serve") == []
