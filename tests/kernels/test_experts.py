@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from engine.memory.devices import CPU
 from kernels import reference
 from kernels.cpu import kernels as cpu
-from kernels.interface import ExpertChoice, Kernels
+from kernels.interface import Activation, ExpertChoice, Kernels
 from kernels.native.experts import NativeExperts
 from kernels.native.kernels import NativeCpuKernels
 from kernels.native.library import native_library
@@ -114,6 +115,30 @@ def test_rows_do_not_depend_on_each_other_nor_on_threads(
     torch.set_num_threads(num_threads)
     for count in (1, 2, 3, 7, 13, 25, 40):
         assert torch.equal(packed.add_to(residual[-count:], x[-count:]), alone[-count:])
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_experts_rows_are_the_same_in_a_block_and_by_all_threads(
+    native: NativeCpuKernels, dtype: torch.dtype, activation: Activation
+) -> None:
+    """One expert has more rows than a thread takes at once, and the others so many that some numbers of threads take
+    blocks of one expert's rows and others share all projections. Gates fill tiles, where a processor has these."""
+    torch.manual_seed(0)
+    mixture = Mixture(num_experts=4, per_row=2, width=64, activation=activation, biased=True)
+    weights, x = mixture.weights(dtype), mixture.rows(600, dtype)
+    x[:, 0] = 2  # the first expert has all rows
+    packed = mixture.packed(native, weights)
+    assert isinstance(packed, NativeExperts)
+    torch.set_num_threads(1)
+    alone = torch.cat([packed(x[row : row + 1]) for row in range(600)])
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-2
+    expected = mixture.packed(reference, [weight.float() for weight in weights])(x.float())
+    torch.testing.assert_close(alone.float(), expected, rtol=tolerance, atol=tolerance)
+    for num_threads in (1, 2, 4):
+        torch.set_num_threads(num_threads)
+        for count in (0, 2, 40, 300, 600):
+            assert torch.equal(packed(x[:count]), alone[:count]), (num_threads, count)
 
 
 def test_experts_of_which_some_are_quantised_are_computed_one_by_one(native: NativeCpuKernels) -> None:
