@@ -235,6 +235,16 @@ void add_parts(const Linear<T>& job, std::vector<Linear<T>>& parts) {
   }
 }
 
+// Pieces of work of several jobs, `ends[i]` of which are of the job i and those before it, shared by the threads as if
+// they were one job's: `body(job, piece)`.
+template <class Body>
+void share_pieces(const std::vector<int64_t>& ends, int64_t at_once, const Body& body) {
+  share(ends.back(), at_once, [&](int64_t at) {
+    const int64_t job = std::upper_bound(ends.begin(), ends.end(), at) - ends.begin();
+    body(job, at - (job ? ends[job - 1] : 0));
+  });
+}
+
 // One projection, or several, whose panels the threads share as if they were one's.
 template <typename T>
 void compute(const Linear<T>* first, int64_t count) {
@@ -256,9 +266,7 @@ void compute(const Linear<T>* first, int64_t count) {
       std::all_of(jobs.begin(), jobs.end(), [](const Linear<T>& job) { return job.rows <= kTile; });
   const int64_t at_once = panels_at_once(ends.back(), few_rows);
   const int64_t stride = kSplit && at_once > 1 ? 1 : threads;  // to the panel that the same thread probably takes next
-  share(ends.back(), at_once, [&](int64_t at) {
-    const int64_t i = std::upper_bound(ends.begin(), ends.end(), at) - ends.begin();
-    const int64_t piece = at - (ends[i] - pieces(jobs[i]));
+  share_pieces(ends, at_once, [&](int64_t i, int64_t piece) {
     compute_panels(jobs[i], piece * together(jobs[i]), together(jobs[i]), stride);
   });
 }
@@ -281,9 +289,8 @@ void compute_gated(const RowGroups& groups, const bf16* x, bf16* out) {
     ends.push_back((ends.empty() ? 0 : ends.back()) + parts_of(i) * panels);
     few_rows &= starts[i + 1] - starts[i] <= kTile;
   }
-  share(ends.back(), panels_at_once(ends.back(), few_rows), [&](int64_t at) {
-    const int64_t i = std::upper_bound(ends.begin(), ends.end(), at) - ends.begin();
-    const int64_t piece = at - (i ? ends[i - 1] : 0), panel = piece % panels, part = piece / panels;
+  share_pieces(ends, panels_at_once(ends.back(), few_rows), [&](int64_t i, int64_t piece) {
+    const int64_t panel = piece % panels, part = piece / panels;
     const int64_t rows = starts[i + 1] - starts[i], parts = parts_of(i), output = panel * kPanel;
     const int64_t first = starts[i] + rows * part / parts, stop = starts[i] + rows * (part + 1) / parts;
     const Projection& by = groups.projections[i];
