@@ -181,9 +181,9 @@ def start_legato(
     """Start Serve with these options of HTTP, and the application, on a Ray that is up; wait until it serves, or until
     `interrupted` is set. Returns where it answers. `logs`: see `StartStates`. Raises StartError."""
     application, logging_config = document["applications"][0], document.get("logging_config")
-    start_serve(http, document.get("controller_options"), logging_config, interrupted)
+    start_serve(http, interrupted, document.get("controller_options"), logging_config)
     print("Starting Legato: a gateway, the global scheduler and the workers load the model ...", flush=True)
-    run_application(application, config, logging_config, interrupted)
+    run_application(application, config, interrupted, logging_config)
     url = url_of(http, application)
     wait_until_ready(StartStates(_name(application), url, config, logs=logs), interrupted)
     return url
@@ -243,9 +243,9 @@ def start_ray(**options: Any) -> None:
 
 def start_serve(
     http_options: dict[str, Any],
+    interrupted: Interruption,
     controller_options: dict[str, Any] | None = None,
     logging_config: dict[str, Any] | None = None,
-    interrupted: Interruption | None = None,
 ) -> None:
     """Start Serve. Returns once its controller, which takes applications, is there, or `interrupted` is set. Raises
     StartError where Serve raises until then.
@@ -268,7 +268,7 @@ def start_serve(
     )
     with told_in_words("Serve did not start", SERVE_ADVICE):
         while not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):
-            if wait([proxies], _HEARS_EVERY_S).done or _is_set(interrupted):
+            if wait([proxies], _HEARS_EVERY_S).done or interrupted.is_set():
                 break
         if proxies.done():
             proxies.result()
@@ -289,18 +289,14 @@ def _in_thread(call: Callable[..., Any], *args: Any, **options: Any) -> Future[A
 
 
 def unless_interrupted(
-    interrupted: Interruption | None, call: Callable[..., object], *args: object, **options: object
+    interrupted: Interruption, call: Callable[..., object], *args: object, **options: object
 ) -> None:
     """Call what hears no signal, and return when it has, or when `interrupted` is set. Raises what it raises."""
     called = _in_thread(call, *args, **options)
-    while not (wait([called], _HEARS_EVERY_S).done or _is_set(interrupted)):
+    while not (wait([called], _HEARS_EVERY_S).done or interrupted.is_set()):
         pass
     if called.done():
         called.result()
-
-
-def _is_set(interrupted: Interruption | None) -> bool:
-    return interrupted is not None and interrupted.is_set()
 
 
 def _where_the_dashboard_is() -> str:
@@ -341,12 +337,12 @@ def _name(application: dict[str, Any]) -> str:
 def run_application(
     application: dict[str, Any],
     config: LegatoConfig,
+    interrupted: Interruption,
     logging_config: dict[str, Any] | None = None,
-    interrupted: Interruption | None = None,
 ) -> None:
     """Deploy the application, without waiting for it; `wait_until_ready` tells when it serves. `logging_config`: that
     of its replicas, unless the application has its own. Returns early where `interrupted` is set. Raises StartError."""
-    if _is_set(interrupted):
+    if interrupted.is_set():
         return
     import ray
     from ray import serve

@@ -72,7 +72,7 @@ def test_the_head_alone_has_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "start", start)
     monkeypatch.setattr(ray.util, "list_named_actors", lambda **_: [])
     with pytest.raises(Started) as started:
-        start_serve({"host": "127.0.0.1", "port": 8000})
+        start_serve({"host": "127.0.0.1", "port": 8000}, Interruption())
     assert started.value.options["proxy_location"] == "HeadOnly"
 
 
@@ -81,8 +81,8 @@ def test_the_head_alone_has_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     ("begin", "what", "advice"),
     [
         (start_ray, "Ray did not start", "RAY_raylet_start_wait_time_s"),
-        (lambda: start_serve({"host": "127.0.0.1", "port": 8000}), "Serve did not start", "Try again"),
-        (lambda: run_application({}, load_config({})), "Serve did not take", "Try again"),
+        (lambda: start_serve({"host": "127.0.0.1", "port": 8000}, Interruption()), "Serve did not start", "Try again"),
+        (lambda: run_application({}, load_config({}), Interruption()), "Serve did not take", "Try again"),
     ],
     ids=["Ray", "Serve", "the application"],
 )
@@ -124,7 +124,7 @@ def test_proxies_that_take_longer_than_serve_waits_for_them_are_waited_for(
     controller = ServeControllerClient.__new__(ServeControllerClient)
     vars(controller).update(_controller=Actor(), _shutdown=False, get_handle=lambda *_, **__: None)
     monkeypatch.setattr(serve, "run_many", lambda targets, **options: controller.deploy_applications([], **options))
-    run_application({}, load_config({}))
+    run_application({}, load_config({}), Interruption())
     assert taken == ["deploy_applications", "get_proxies", "serving"]
     assert "waiting on" in capsys.readouterr().out
 
@@ -140,7 +140,7 @@ def test_ctrl_c_is_heard_while_serve_waits_for_its_proxies(monkeypatch: pytest.M
 
     monkeypatch.setattr(serve, "run_many", wait)
     try:
-        run_application({}, load_config({}), interrupted=interrupted)
+        run_application({}, load_config({}), interrupted)
         assert not waited
     finally:
         is_over.set()
