@@ -71,7 +71,7 @@ class OffloadPolicy:
         if the host has; None if neither, or if nobody on the device can go on."""
         # They wait for each other's blocks, and for room in the host or its end, which newcomers there would always put
         # off: by taking the room, and by going on. Who lacks its adapter would not go on with blocks either.
-        holders = [seq for seq in running if self._num_device_groups(seq) and seq.has_adapter]
+        holders = [seq for seq in running if self._allocator.num_device_groups(seq) and seq.has_adapter]
         if holders and all(map(self._waits_for_device, holders)):
             return None
         # Who can only go on from the device has been waiting for its blocks, and newcomers would always take them.
@@ -93,7 +93,7 @@ class OffloadPolicy:
     def all_stay_on_device(self, running: list[Sequence]) -> bool:
         """Whether all of these rest on the device and will have room there for another column after the next one, so
         that nothing would move."""
-        num_blocks = sum(map(self._num_device_groups, running))
+        num_blocks = sum(map(self._allocator.num_device_groups, running))
         return not any(seq.host_groups for seq in running) and self._spare(running) >= num_blocks
 
     def select(
@@ -168,7 +168,7 @@ class OffloadPolicy:
         lacks_device = any(map(self._waits_for_device, running))
         uses_host = any(self._lacks_column(seq) or self._could_be_offloaded(seq) for seq in running)
         for seq in reversed(idle):
-            if (lacks_device and self._num_device_groups(seq)) or (uses_host and seq.host_groups):
+            if (lacks_device and self._allocator.num_device_groups(seq)) or (uses_host and seq.host_groups):
                 return seq
         return max(running, key=lambda seq: self.pacer.slack_s(seq, now))
 
@@ -195,7 +195,7 @@ class OffloadPolicy:
         device."""
         shortage = -self._spare(queue)
         others = [*reversed(idle), *reversed(queue)]
-        victims = [seq for seq in others if self._num_device_groups(seq) and not self._outgrown(seq)]
+        victims = [seq for seq in others if self._allocator.num_device_groups(seq) and not self._outgrown(seq)]
         if not stalled and len(victims) < 2:
             return  # alone, and nothing lacks yet
         for seq in victims:
@@ -269,7 +269,7 @@ class OffloadPolicy:
     def _could_be_offloaded(self, seq: Sequence) -> bool:
         """Whether something of it is on the device, and the ring is large enough to compute it from host memory."""
         fits = self._allocator.num_columns_for(seq.num_tokens) <= self.staging_columns
-        return fits and self._num_device_groups(seq) > 0
+        return fits and self._allocator.num_device_groups(seq) > 0
 
     def _outgrown(self, seq: Sequence) -> bool:
         """Whether the sequence's KV is in host memory, and the ring is too small to compute it from there."""
@@ -277,7 +277,9 @@ class OffloadPolicy:
 
     def _waits_for_device(self, seq: Sequence) -> bool:
         """Whether the sequence can go on only once it has more of the device's blocks than there are."""
-        needs_blocks = self._needs_column(seq) and self._num_device_groups(seq) > self._allocator.pool.num_available
+        needs_blocks = (
+            self._needs_column(seq) and self._allocator.num_device_groups(seq) > self._allocator.pool.num_available
+        )
         return needs_blocks or self._outgrown(seq)
 
     def _lacks_column(self, seq: Sequence) -> bool:
@@ -289,12 +291,9 @@ class OffloadPolicy:
         assert seq.block_table is not None
         return self._allocator.num_columns_for(seq.num_tokens) > seq.block_table.num_columns
 
-    def _num_device_groups(self, seq: Sequence) -> int:
-        return self._allocator.layer_groups - len(seq.host_groups)
-
     def _spare(self, running: list[Sequence]) -> int:
         """Device blocks beside one more column for everyone."""
-        return self._allocator.pool.num_available - sum(map(self._num_device_groups, running))
+        return self._allocator.pool.num_available - sum(map(self._allocator.num_device_groups, running))
 
 
 def _num_blocks(copies: tuple[BlockCopy, ...]) -> int:

@@ -172,7 +172,11 @@ class BlockAllocator:
     def num_device_blocks(self, seq: Sequence) -> int:
         """Those that it has now; others may share them."""
         num_columns = 0 if seq.block_table is None else seq.block_table.num_columns
-        return num_columns * (self.layer_groups - len(seq.host_groups))
+        return num_columns * self.num_device_groups(seq)
+
+    def num_device_groups(self, seq: Sequence) -> int:
+        """Layer groups of a sequence that are not in host memory."""
+        return self.layer_groups - len(seq.host_groups)
 
     def num_host_blocks_for(self, num_tokens: int, host_groups: frozenset[int]) -> int:
         return self.num_columns_for(num_tokens) * len(host_groups)
