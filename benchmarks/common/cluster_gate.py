@@ -8,9 +8,9 @@ would show at the second token.
 from __future__ import annotations
 
 import json
-import urllib.request
 from typing import Any
 
+from benchmarks.common.cluster_watch import post_json
 from benchmarks.common.part import GateError, Json, note
 from benchmarks.common.workload import draw_prompts, sequences
 from decode_workers.local_engine import LocalEngine
@@ -59,11 +59,6 @@ def _over_http(port: int, model: str, prompt: list[int]) -> list[float]:
         "logprobs": 0,
         "logit_bias": {str(FORCED_TOKEN): 100},
     }
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions",
-        data=json.dumps(fields).encode(),
-        headers={"content-type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        logprobs: list[float] = json.load(response)["choices"][0]["logprobs"]["token_logprobs"]
+    answer = json.loads(post_json(port, "/v1/completions", fields))
+    logprobs: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"]
     return logprobs

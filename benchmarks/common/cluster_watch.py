@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from statistics import fmean
 from types import TracebackType
@@ -26,6 +27,15 @@ TIMEOUT_S = 10.0
 def read_json(port: int, path: str) -> Any:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=TIMEOUT_S) as answer:
         return json.load(answer)
+
+
+def post_json(port: int, path: str, fields: Mapping[str, Any]) -> bytes:
+    """What is answered to a body of these fields."""
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(fields).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        body: bytes = answer.read()
+    return body
 
 
 @dataclass(frozen=True, slots=True)

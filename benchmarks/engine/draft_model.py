@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.common.part import Json, note, run_part
 from benchmarks.common.quiet import QuietMachine
 from benchmarks.common.workload import MODEL
-from benchmarks.engine.speculation import NUM_THREADS, NUM_TOKENS, Work, chat, compared
+from benchmarks.engine.speculation import LEAST_REQUESTS, NUM_THREADS, NUM_TOKENS, Work, chat, compared
 from benchmarks.texts import QUESTIONS
 from engine.checkpoint.store import resolve_model
 from engine.drafting.draft_model import DraftModel
@@ -33,7 +33,6 @@ from engine.text.tokenizer import Tokenizer
 
 STREAMS = (1, 4, 8)
 NUM_ECHOES = 8
-LEAST_REQUESTS = 4  # where fewer run at once the others come after them
 STRENGTHS = (0.05, 0.15)
 """Of echoes, beside the layer that they repeat."""
 

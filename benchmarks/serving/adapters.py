@@ -13,7 +13,6 @@ import json
 import math
 import statistics
 import tempfile
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -23,6 +22,7 @@ import uvloop
 from safetensors.torch import save_file
 
 from benchmarks.common.cluster_process import running_cluster
+from benchmarks.common.cluster_watch import post_json
 from benchmarks.common.local import MAX_NUM_SEQS
 from benchmarks.common.part import GateError, Json, note, ratio, run_part, spread
 from benchmarks.common.quiet import QuietMachine
@@ -115,10 +115,7 @@ def _first_tokens(port: int, names: Sequence[str]) -> Json:
 
 
 def _register(port: int, folder: Path) -> str:
-    told = json.dumps({"lora_name": folder.name, "lora_path": str(folder)}).encode()
-    headers = {"Content-Type": "application/json"}
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/load_lora_adapter", told, headers)
-    urllib.request.urlopen(asked, timeout=60).close()
+    post_json(port, "/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
     return folder.name
 
 
