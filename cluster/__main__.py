@@ -84,15 +84,21 @@ def _what_if(arguments: argparse.Namespace) -> int:
 
 def _simulation(module: str, arguments: argparse.Namespace) -> int:
     """Run a command of the simulator, which raises ValueError or OSError for what cannot be simulated."""
+    run = _runner(f"cluster.simulation.{module}")
     try:
-        return _run(f"cluster.simulation.{module}", arguments)
+        return run(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
 
 def _run(module: str, arguments: argparse.Namespace) -> int:
-    return int(importlib.import_module(module).run(arguments))
+    return _runner(module)(arguments)
+
+
+def _runner(module: str) -> Callable[[argparse.Namespace], int]:
+    run: Callable[[argparse.Namespace], int] = importlib.import_module(module).run
+    return run
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
