@@ -35,6 +35,8 @@ inline int64_t rows_of_tile(int64_t rows) {
 // Bytes of rows that every panel of a weight meets before the next ones do: what a core's own cache has room for.
 constexpr int64_t kRowsAtOnce = 768 << 10;
 
+constexpr int64_t kOwnAhead = 4 << 10;  // bytes by which a panel that is read once is asked for ahead
+
 // The shapes of the thread's eight tiles, while this lives; none, if they are not `used`.
 template <bool kUsed>
 class Shapes {
@@ -77,12 +79,21 @@ struct Columns {
   int64_t bytes;  // from word to word
 };
 
+// A macro, as the tile is a part of the instruction. `past`: past the first cache.
+#define LEGATO_LOAD_TILE(past, tile, from, bytes) \
+  if constexpr (past) {                           \
+    _tile_stream_loadd(tile, from, bytes);        \
+  } else {                                        \
+    _tile_loadd(tile, from, bytes);               \
+  }
+
 // Leaves the sums of a tile of rows, or two (`kTwo`), in tiles 0 and 1, and 2 and 3: of 16 columns each, 32 if
-// `kWhole`. `row_bytes`: from row to row. `ahead`: see above. The rows, of which each panel reads all once, are read
-// past the first cache, where the panel stays.
-template <bool kTwo, bool kWhole>
+// `kWhole`. `row_bytes`: from row to row. Of `ahead`, memory is asked for `ahead_bytes` at each step. What is read
+// once is read past the first cache: rows, of which each panel reads all, or, where these are so few that a panel meets
+// them at one go (`kAtOnce`), the panel.
+template <bool kTwo, bool kWhole, bool kAtOnce = false>
 void sum_tiles(const bf16* first, const bf16* second, int64_t row_bytes, int64_t inputs, const Columns& columns,
-               const char* ahead) {
+               const char* ahead, int64_t ahead_bytes) {
   const char* words = static_cast<const char*>(columns.first);
   const int64_t tile_bytes = kTileInputs / 2 * columns.bytes;
   asm volatile("" : : : "memory");  // g++ does not know that the intrinsics read rows and columns
@@ -92,17 +103,17 @@ void sum_tiles(const bf16* first, const bf16* second, int64_t row_bytes, int64_t
   if constexpr (kTwo && kWhole) _tile_zero(3);
   for (int64_t input = 0; input < inputs; input += kTileInputs, words += tile_bytes) {
     if (ahead) {
-      for (const char* end = ahead + tile_bytes; ahead < end; ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+      for (const char* end = ahead + ahead_bytes; ahead < end; ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
     }
-    _tile_loadd(6, words, columns.bytes);
-    _tile_stream_loadd(4, first + input, row_bytes);
+    LEGATO_LOAD_TILE(kAtOnce, 6, words, columns.bytes);
+    LEGATO_LOAD_TILE(!kAtOnce, 4, first + input, row_bytes);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (kWhole) {
-      _tile_loadd(7, words + 64, columns.bytes);
+      LEGATO_LOAD_TILE(kAtOnce, 7, words + 64, columns.bytes);
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (kTwo) {
-      _tile_stream_loadd(5, second + input, row_bytes);
+      LEGATO_LOAD_TILE(!kAtOnce, 5, second + input, row_bytes);
       _tile_dpbf16ps(2, 5, 6);
     }
     if constexpr (kTwo && kWhole) _tile_dpbf16ps(3, 5, 7);
@@ -143,11 +154,22 @@ void sum_panel(const TiledRows& rows, const bf16* panel, const char* ahead, cons
       finish_row(first + row, _mm512_load_ps(sums[0] + row * kHalf), _mm512_load_ps(sums[1] + row * kHalf));
     }
   };
+  // At one go the panel itself is read from memory; else the next one, in equal parts, while rows meet this one.
+  const int64_t goes = (tiles + 1) / 2, step_bytes = kTileInputs / 2 * columns.bytes;
+  const int64_t ahead_bytes = (step_bytes / 64 + goes - 1) / goes * 64;
+  const char* stop = ahead ? ahead + rows.inputs / kTileInputs * step_bytes : nullptr;
   for (int64_t tile = 0; tile < tiles; tile += 2) {
     const bool is_pair = tile + 1 < tiles;
-    const char* now = tile == 2 ? ahead : nullptr;
-    is_pair ? sum_tiles<true, kWhole>(at(tile), at(tile + 1), row_bytes, rows.inputs, columns, now)
-            : sum_tiles<false, kWhole>(at(tile), nullptr, row_bytes, rows.inputs, columns, now);
+    const char* now = goes > 1 && ahead < stop ? ahead : nullptr;
+    if (is_pair && goes == 1) {
+      const char* own = reinterpret_cast<const char*>(panel) + kOwnAhead;
+      sum_tiles<true, kWhole, true>(at(0), at(1), row_bytes, rows.inputs, columns, own, step_bytes);
+    } else if (is_pair) {
+      sum_tiles<true, kWhole>(at(tile), at(tile + 1), row_bytes, rows.inputs, columns, now, ahead_bytes);
+    } else {
+      sum_tiles<false, kWhole>(at(tile), nullptr, row_bytes, rows.inputs, columns, now, ahead_bytes);
+    }
+    ahead += now ? rows.inputs / kTileInputs * ahead_bytes : 0;
     _tile_stored(0, sums[0], 64);
     if constexpr (kWhole) _tile_stored(1, sums[1], 64);
     finish_rows(tile);
