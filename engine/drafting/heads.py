@@ -200,7 +200,9 @@ class MedusaHeads:
         if len(self._output) > 1:
             return [self._spread(self._output[head](state).float()) for head, state in enumerate(states)]
         together = torch.cat(states)
-        found = self._spread(self._output[0](together).float()) if self._output else self._target_logits(together)
+        found = (
+            self._spread(self._output[0](together).float()) if self._output else self._target_logits(together).float()
+        )
         return list(torch.split(found, [len(hidden) for hidden in rows]))
 
     def _state(self, head: int, hidden: Tensor) -> Tensor:

@@ -227,12 +227,15 @@ class Model:
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[R, E] -> [R, V]` float32."""
-        logits = self._head(hidden)
+        """`[R, E] -> [R, V]`, float32; on a CPU they may be of the model's type, and its sampler widens a few rows at a
+        time, which stay in the processor's caches."""
+        logits: Tensor = self._head(hidden)
         if self._ranks is not None:
             logits = self._ranks.join(logits, self.config.vocab_size)
-        logits = logits.float()
         cap = self.config.logit_softcap
+        if cap is None and logits.device.type == "cpu":
+            return logits
+        logits = logits.float()
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def adapter_packer(self, layout: AdapterLayout) -> Callable[[memoryview], Adapter]:

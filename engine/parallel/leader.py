@@ -297,7 +297,7 @@ class GroupModel:
             self._leader.ranks.before_sum = do_nothing
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[R, E] -> [R, V]` float32."""
+        """As a model's."""
         with self._leader.together():
             self._leader.tell_hidden(hidden)
             return self._model.logits(hidden)

@@ -140,8 +140,8 @@ class DeviceSampler:
             sample(logits, packed, _uploaded(packed, device))
 
     def begin(self, logits: Tensor, rows: Rows, drafts: Drafts = NO_DRAFTS) -> PendingSample:
-        """Have the next token of each row sampled, from `logits [len(rows), vocab_size]`, float32, without waiting for
-        it: also of those after `drafts`, which may be wrong. There must be rows. Raises GrammarError for one whose
+        """Have the next token of each row sampled, from `logits [len(rows), vocab_size]` without waiting for it:
+        also of those after `drafts`, which may be wrong. There must be rows. Raises GrammarError for one whose
         grammar fails."""
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         masks = masks_of(rows, self.masks)
@@ -186,8 +186,8 @@ class DeviceSampler:
 
 
 def _rows_of(logits: Tensor) -> Tensor:
-    """Each row in one piece."""
-    logits = logits.detach()
+    """Each row in one piece, as float32."""
+    logits = logits.detach().float()
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 

@@ -13,7 +13,7 @@ The runner calls it. This one works on the CPU; logits on a GPU have one of kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -39,6 +39,9 @@ from kernels.native.sampling import argmax_candidates, best_tokens
 MIN_LOGPROB: Final = -9999.0
 """Reported for impossible tokens, as OpenAI does: an infinity has no place in JSON."""
 
+_ROWS_AT_ONCE: Final = 4
+"""Of logits in float32: those of a vocabulary of 150,000 are 2.4 MB, which a core's cache keeps until they are read."""
+
 
 class InvalidLogitsError(ArithmeticError):
     """The model gave some rows no distribution: NaN, infinity, or every token impossible. Nothing was sampled.
@@ -46,12 +49,12 @@ class InvalidLogitsError(ArithmeticError):
     `rows` are their indices in the logits. Sampling has no side effects: it can be repeated without these rows.
     """
 
-    def __init__(self, rows: list[int], names: list[str]) -> None:
+    def __init__(self, rows: Sequence[int], names: Iterable[str]) -> None:
         super().__init__(
             f"the logits of {', '.join(names)} hold NaN or infinity, or allow no token: the weights or the KV cache of"
             " this worker are broken for them; fail these requests and check the weights"
         )
-        self.rows = rows
+        self.rows = list(rows)
 
 
 class Sampler:
@@ -67,7 +70,7 @@ class Sampler:
         return KnownTokens(self._sample(logits, rows, drafts))
 
     def sample(self, logits: torch.Tensor, rows: Rows) -> list[SampledToken]:
-        """The next token of each row, from `logits` [len(rows), vocab_size], float32, on the CPU.
+        """The next token of each row, from `logits` [len(rows), vocab_size] on the CPU.
 
         Raises InvalidLogitsError for rows of which no token can be chosen, GrammarError for one whose grammar fails.
         """
@@ -76,23 +79,24 @@ class Sampler:
     def _sample(self, logits: torch.Tensor, rows: Rows, drafts: Drafts) -> list[SampledToken | None]:
         """Sample each row; None for rows that come after a wrong one of the `drafts`."""
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
-        logits_BV = _array(logits)
         masks = masks_of(rows, self.masks)
-        best_ids, largest = _best(logits_BV, masks)
-        if not drafts:
-            _require_distributions(largest, lambda index: f"request {rows[index].request_id}")
         sampled: list[SampledToken | None] = []
+        invalid: list[int] = []
         is_needed = True
-        for index, (row, best, seq) in enumerate(zip(logits_BV, best_ids.tolist(), rows, strict=True)):
+        for index, (row, best, largest) in enumerate(_best_of_rows(logits, masks)):
             if not is_needed:
                 sampled.append(None)
                 is_needed = index not in drafts
                 continue
-            if drafts and not np.isfinite(largest[index]):
-                raise InvalidLogitsError([index], [f"request {seq.request_id}"])
-            token = self._sample_row(index, row, best, seq, masks[index])
+            token = None
+            if np.isfinite(largest):
+                token = self._sample_row(row, best, rows[index], masks[index])
+            if token is None:
+                invalid.append(index)
             sampled.append(token)
-            is_needed = token.token_id == drafts.get(index, token.token_id)
+            is_needed = index not in drafts or (token is not None and token.token_id == drafts[index])
+        if invalid:
+            raise InvalidLogitsError(invalid, [f"request {rows[index].request_id}" for index in invalid])
         return sampled
 
     def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
@@ -101,13 +105,19 @@ class Sampler:
         Raises InvalidLogitsError as `sample` does.
         """
         assert logits.shape == (len(next_token_ids), self.vocab_size), f"{tuple(logits.shape)} logits"
-        rows = _array(logits)
-        best_values = rows.max(axis=-1)
-        _require_distributions(best_values, lambda index: f"prompt position {index}")
-        return [token_logprobs(row, token_id, num_top) for row, token_id in zip(rows, next_token_ids, strict=True)]
+        found: list[TokenLogprobs] = []
+        invalid: list[int] = []
+        for index, row in enumerate(row for rows in _in_parts(logits) for row in rows):
+            if np.isfinite(row.max()):
+                found.append(token_logprobs(row, next_token_ids[index], num_top))
+            else:
+                invalid.append(index)
+        if invalid:
+            raise InvalidLogitsError(invalid, [f"prompt position {index}" for index in invalid])
+        return found
 
-    def _sample_row(self, index: int, row: Row, best: int, seq: TokensSoFar, bits: Bits | None) -> SampledToken:
-        """`best`: of the tokens that `bits` allow; -1: none is possible."""
+    def _sample_row(self, row: Row, best: int, seq: TokensSoFar, bits: Bits | None) -> SampledToken | None:
+        """`best`: of the tokens that `bits` allow; -1: none is possible. None: that is so, whatever the reason."""
         params = seq.params
         changed = row
         if is_adjusted(seq, self.eos_token_ids):
@@ -115,7 +125,7 @@ class Sampler:
             bits = None
             best = int(changed.argmax())
         if best < 0 or changed[best] == -np.inf:
-            raise InvalidLogitsError([index], [f"request {seq.request_id}"])
+            return None
         token_id = best if params.is_greedy else _draw(changed, changed[best], seq, bits)
         if params.logprobs is None:
             return SampledToken(token_id)
@@ -128,6 +138,21 @@ def masks_of(rows: Rows, masks: GrammarMasks | None) -> list[Bits | None]:
         return [None] * len(rows)
     assert masks is not None, "this sampler was made for no masks"
     return masks.of(rows)
+
+
+def _in_parts(logits: torch.Tensor) -> Iterator[npt.NDArray[np.float32]]:
+    """A few rows at a time, `[R, vocab_size]`."""
+    for part in torch.split(logits.detach(), _ROWS_AT_ONCE):
+        yield part.float().contiguous().numpy()
+
+
+def _best_of_rows(logits: torch.Tensor, masks: list[Bits | None]) -> Iterator[tuple[Row, int, np.float32]]:
+    """Each row with its best allowed token, -1 if none is possible; and the largest of its logits, NaN if one is."""
+    first = 0
+    for rows in _in_parts(logits):
+        best, largest = _best(rows, masks[first : first + len(rows)])
+        yield from zip(rows, best.tolist(), largest, strict=True)
+        first += len(rows)
 
 
 def _best(logits_BV: npt.NDArray[np.float32], masks: list[Bits | None]) -> tuple[npt.NDArray[np.int64], Row]:
@@ -181,15 +206,3 @@ def _top(row: Row, relative: Row, num_top: int) -> list[int]:
     ids = np.flatnonzero(relative >= np.float32(kth_largest(relative, min(num_top, len(row)))))
     order = np.argsort(-row[ids], kind="stable")[:num_top]
     return [int(token_id) for token_id in ids[order]]
-
-
-def _array(logits: torch.Tensor) -> npt.NDArray[np.float32]:
-    array: npt.NDArray[np.float32] = np.ascontiguousarray(logits.detach().numpy())
-    return array
-
-
-def _require_distributions(best_values: Row, name: Callable[[int], str]) -> None:
-    finite = np.isfinite(best_values)
-    if not finite.all():
-        invalid: list[int] = np.flatnonzero(~finite).tolist()
-        raise InvalidLogitsError(invalid, [name(index) for index in invalid])
