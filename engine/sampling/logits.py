@@ -138,19 +138,57 @@ def is_filtered(params: SamplingParams, vocab_size: int) -> bool:
     return 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def survivors(relative: Row, params: SamplingParams) -> TokenIds | None:
-    """Ids of the tokens kept, ascending; never empty. None: all of them."""
+def survivors(
+    row: Row, params: SamplingParams, best: np.float32 | None = None, allowed: Bits | None = None
+) -> tuple[TokenIds | None, Row]:
+    """Steps 5 to 8: ids of the tokens kept, ascending, never none, and their logits, relative and tempered. None: all.
+
+    `best`: the largest logit of those `allowed` (None: all are), None if it has to be looked for.
+    """
+    if best is None:
+        best = (row if allowed is None else masked(row, allowed)).max()
+    near = top_logits(row, best, params.temperature, _TOP_RADIUS, allowed)  # nearly always enough, in one pass in C++
+    if near is not None:
+        ids, relative, mass = near
+        floor = _floor_nearby(relative, mass, params, len(row))
+        if floor is not None:
+            kept = relative >= np.float32(floor)
+            return ids[kept], relative[kept]
+    relative = tempered(row if allowed is None else masked(row, allowed), params.temperature, best)
+    floor = _floor(relative, params)
+    if floor == -math.inf:
+        return None, relative
+    ids = np.flatnonzero(relative >= np.float32(floor))
+    return ids, relative[ids]
+
+
+def _floor(relative: Row, params: SamplingParams) -> float:
+    """The least value of a row that is kept."""
     floor = -math.inf
     if 0 < params.top_k < len(relative):
         floor = kth_largest(relative, params.top_k)
     if params.top_p < 1.0:
-        found = _nucleus_floor_nearby(relative, params.top_p) if floor == -math.inf else None
-        floor = _nucleus_floor(relative, floor, params.top_p) if found is None else found
+        floor = _nucleus_floor(relative, floor, params.top_p)
+    return max(floor, math.log(params.min_p)) if params.min_p > 0.0 else floor
+
+
+def _floor_nearby(near: Row, mass: float, params: SamplingParams, vocab_size: int) -> float | None:
+    """`_floor` of a row of this mass, by its tokens within `_TOP_RADIUS`. None: it is further off, or a close thing."""
+    floor = -math.inf
+    if 0 < params.top_k < vocab_size:
+        if len(near) < params.top_k:
+            return None
+        floor = kth_largest(near, params.top_k)
+    if params.top_p < 1.0 and floor > -math.inf:
+        floor = _nucleus_floor(near, floor, params.top_p)
+    elif params.top_p < 1.0:
+        nearby = _nucleus_floor_nearby(near, mass, params.top_p)
+        if nearby is None:
+            return None
+        floor = nearby
     if params.min_p > 0.0:
         floor = max(floor, math.log(params.min_p))
-    if floor == -math.inf:
-        return None
-    return np.flatnonzero(relative >= np.float32(floor))
+    return None if floor < -_TOP_RADIUS else floor
 
 
 def kth_largest(relative: Row, k: int) -> float:
@@ -172,13 +210,8 @@ def _nucleus_floor(relative: Row, floor: float, top_p: float) -> float:
     return float(descending[min(last, len(descending) - 1)])
 
 
-def _nucleus_floor_nearby(relative: Row, top_p: float) -> float | None:
-    """`_nucleus_floor` of a whole row by a pass in C++. None: it is further away, a close thing, or there is no C++."""
-    found = top_logits(relative, _TOP_RADIUS)
-    if found is None:
-        return None
-    values, mass = found
-    descending = np.sort(values)[::-1]
+def _nucleus_floor_nearby(near: Row, mass: float, top_p: float) -> float | None:
+    descending = np.sort(near)[::-1]
     reached = np.cumsum(np.exp(descending), dtype=np.float64)
     wanted, slack = top_p * mass, _UNCERTAIN * mass
     last, last_at_most = np.searchsorted(reached, [wanted - slack, wanted + slack]).tolist()

@@ -190,14 +190,9 @@ def _draw(row: Row, best: np.float32, seq: TokensSoFar, allowed: Bits | None) ->
         if found is not None:
             ids, bits = found
             return int(ids[(noise(bits) + tempered(row[ids], params.temperature, best)).argmax()])
-    if allowed is not None:
-        row = masked(row, allowed)
-    relative = tempered(row, params.temperature, best)
-    survived = survivors(relative, params)
-    scores = gumbel(params.seed, seq.num_tokens, survived, len(row))
-    if survived is None:
-        return int((scores + relative).argmax())
-    return int(survived[(scores + relative[survived]).argmax()])
+    survived, relative = survivors(row, params, best, allowed)
+    winner = int((gumbel(params.seed, seq.num_tokens, survived, len(row)) + relative).argmax())
+    return winner if survived is None else int(survived[winner])
 
 
 def _top(row: Row, relative: Row, num_top: int) -> list[int]:

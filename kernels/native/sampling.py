@@ -25,7 +25,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {  # what they take and return
         [Pointer, Size, Pointer, Float, Float, ctypes.c_uint64, ctypes.c_uint32, Size, Pointer, Pointer],
         Size,
     ),
-    "likely": ([Pointer, Size, Float, Size, Pointer, Pointer], Size),
+    "likely": ([Pointer, Size, Pointer, Float, Float, Float, Size, Pointer, Pointer, Pointer], Size),
     "words": ([Pointer, Size, ctypes.c_uint64, ctypes.c_uint32, Pointer], None),
 }
 
@@ -73,20 +73,29 @@ def argmax_candidates(
     return None if count < 0 else (ids[:count], bits[:count])
 
 
-def top_logits(relative: npt.NDArray[np.float32], radius: float) -> tuple[npt.NDArray[np.float32], float] | None:
-    """The values of the row `relative [V]`, whose largest is 0, that are -`radius` or more, in the row's order.
+def top_logits(
+    row: npt.NDArray[np.float32],
+    best: np.float32 | float,
+    temperature: float,
+    radius: float,
+    allowed: npt.NDArray[np.int32] | None = None,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], float] | None:
+    """Ids, ascending, of the tokens whose logits, less `best` and by the temperature, are -`radius` or more, and these.
 
-    And the mass of the whole row, the sum of exp(value), to one part in a million. No value is NaN. None: the machine
-    has no C++ kernels, or they are too many to be worth it.
+    And the mass of the whole row `[V]`, the sum of exp(value), to one part in a million. `best` is the largest logit of
+    the `allowed` (None: all); of others there is neither. No logit is NaN. None: the machine has no C++ kernels, or
+    they are too many to be worth it.
     """
     function = _function("likely")
     if function is None:
         return None
-    assert relative.dtype == np.float32 and relative.flags.c_contiguous
-    values, mass = np.empty(TOP_CAPACITY + _LANES, dtype=np.float32), ctypes.c_double()
-    found = values.ctypes.data, ctypes.addressof(mass)
-    count = function(relative.ctypes.data, len(relative), -radius, TOP_CAPACITY, *found)
-    return None if count < 0 else (values[:count], mass.value)
+    assert row.dtype == np.float32 and row.flags.c_contiguous
+    ids, values = np.empty(TOP_CAPACITY + _LANES, dtype=np.int32), np.empty(TOP_CAPACITY + _LANES, dtype=np.float32)
+    mass = ctypes.c_double()
+    where = row.ctypes.data, len(row), None if allowed is None else _address(allowed, len(row)), best, temperature
+    found = ids.ctypes.data, values.ctypes.data, ctypes.addressof(mass)
+    count = function(*where, -radius, TOP_CAPACITY, *found)
+    return None if count < 0 else (ids[:count].astype(np.int64), values[:count], mass.value)
 
 
 def random_bits(token_ids: npt.NDArray[np.int64], *, seed: int, position: int) -> npt.NDArray[np.uint32] | None:

@@ -218,12 +218,13 @@ void sampling_words(const int64_t* ids, int64_t count, uint64_t seed, uint32_t p
   }
 }
 
-// Writes the values of a row that are at least `least`, in their order, and returns how many; -1 if they are more than
-// `capacity`. There is room for 16 more than that. `mass` becomes the sum of e^value of the whole row, none of which is
-// above 0, to one part in a million.
-int64_t sampling_likely(const float* relative, int64_t tokens, float least, int64_t capacity, float* likely,
-                        double* mass) {
-  const Row row{relative, tokens, 0.0f, 1.0f, nullptr};
+// Writes the ids of the tokens whose logits, less `best` and by the temperature, are at least `least`, rising, and these
+// values, and returns how many; -1 if they are more than `capacity`. There is room for 16 more than that. `mass` becomes
+// the sum of e^value of the whole row, to one part in a million. `best` is the largest of those that are allowed.
+int64_t sampling_likely(const float* logits, int64_t tokens, const uint16_t* allowed, float best, float temperature,
+                        float least, int64_t capacity, int32_t* ids, float* likely, double* mass) {
+  const Row row{logits, tokens, best, temperature, allowed};
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512d low = _mm512_setzero_pd(), high = low;
   int64_t count = 0;
   for (int64_t first = 0; first < tokens; first += 16) {
@@ -235,6 +236,8 @@ int64_t sampling_likely(const float* relative, int64_t tokens, float least, int6
     const __mmask16 near = _mm512_mask_cmp_ps_mask(present, values, _mm512_set1_ps(least), _CMP_GE_OQ);
     if (!near) continue;
     _mm512_storeu_ps(likely + count, _mm512_maskz_compress_ps(near, values));
+    const __m512i tokens_of_lanes = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first)), lanes);
+    _mm512_storeu_si512(ids + count, _mm512_maskz_compress_epi32(near, tokens_of_lanes));
     count += __builtin_popcount(near);
     if (count > capacity) return -1;
   }

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import engine.sampling.logits
 import engine.sampling.philox
 import kernels.native.sampling
-from engine.sampling.logits import Row, is_filtered, survivors, tempered
+from engine.sampling.logits import Row, is_filtered, masked, survivors, tempered
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampler
 from kernels.native.library import native_library
@@ -28,11 +28,11 @@ def row_of(seed: int, vocab_size: int = VOCAB, scale: float = 3.0) -> Row:
 
 
 def assert_as_defined(row: Row, params: SamplingParams) -> None:
-    relative = tempered(row, params.temperature)
-    ids = survivors(relative, params)
+    ids, relative = survivors(row, params)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.sampling.logits, "top_logits", lambda *_: None)
-        expected = survivors(relative, params)
+        expected, values = survivors(row, params)
+    assert relative.tolist() == values.tolist()
     assert (None if ids is None else ids.tolist()) == (None if expected is None else expected.tolist())
 
 
@@ -68,7 +68,7 @@ def test_usual_floors_are_found_among_the_likely(
         assert_as_defined(row, params)
     monkeypatch.delattr(engine.sampling.logits, "_nucleus_floor")
     for row in rows:
-        survivors(tempered(row, temperature), params)
+        survivors(row, params)
 
 
 @pytest.mark.parametrize("top_p", [0.25, 0.5, 0.75, np.nextafter(0.5, 0.0), np.nextafter(0.5, 1.0)])
@@ -102,21 +102,23 @@ def test_a_close_thing_is_left_to_the_definition(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("vocab_size", [1, 16, 31, 1000, VOCAB])
 @pytest.mark.parametrize("radius", [1.0, 5.0, 8.0])
 def test_the_likely_and_the_mass_of_the_row(radius: float, vocab_size: int) -> None:
-    relative = tempered(row_of(3, vocab_size), 1.0)
-    found = top_logits(relative, radius)
+    row = row_of(3, vocab_size)
+    relative = tempered(row, 0.7)
+    found = top_logits(row, row.max(), 0.7, radius)
     assert found is not None
-    values, mass = found
-    assert values.tolist() == relative[relative >= -radius].tolist()
+    ids, values, mass = found
+    assert ids.tolist() == np.flatnonzero(relative >= -radius).tolist()
+    assert values.tolist() == relative[ids].tolist()
     assert mass == pytest.approx(np.exp(relative.astype(np.float64)).sum(), rel=1e-6)
 
 
 @native
 def test_more_than_there_is_room_for_are_not_given() -> None:
     capacity = kernels.native.sampling.TOP_CAPACITY
-    found = top_logits(np.zeros(capacity, dtype=np.float32), 1.0)
+    found = top_logits(np.zeros(capacity, dtype=np.float32), 0.0, 1.0, 1.0)
     assert found is not None
-    assert found[0].tolist() == [0.0] * capacity
-    assert top_logits(np.zeros(capacity + 1, dtype=np.float32), 1.0) is None
+    assert found[1].tolist() == [0.0] * capacity
+    assert top_logits(np.zeros(capacity + 1, dtype=np.float32), 0.0, 1.0, 1.0) is None
     assert_as_defined(np.zeros(VOCAB, dtype=np.float32), params_of(top_p=0.5))
 
 
@@ -138,3 +140,18 @@ def test_tokens_are_the_same_without_the_kernels(changes: dict[str, float], monk
 )
 def test_what_leaves_tokens_out(changes: dict[str, float], truncated: bool) -> None:
     assert is_filtered(params_of(**changes), VOCAB) is truncated
+
+
+@given(st.sampled_from((0.5, 0.95)), st.sampled_from((0, 7)), st.sampled_from((0.0, 0.02)), st.integers(0, 1000))
+def test_what_is_not_allowed_is_not_kept(top_p: float, top_k: int, min_p: float, seed: int) -> None:
+    vocab_size = 1003
+    row = row_of(seed, vocab_size)
+    bits = np.random.default_rng(seed).integers(-(2**31), 2**31, -(-vocab_size // 32), dtype=np.int32)
+    params = params_of(temperature=0.8, top_p=top_p, top_k=top_k, min_p=min_p)
+    ids, relative = survivors(row, params, allowed=bits)
+    expected, values = survivors(masked(row, bits), params)
+    assert ids is not None
+    assert expected is not None
+    assert ids.tolist() == expected.tolist()
+    assert relative.tolist() == values.tolist()
+    assert_as_defined(masked(row, bits), params)

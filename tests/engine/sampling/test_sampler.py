@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
-from engine.sampling.logits import adjusted, survivors, tempered
+from engine.sampling.logits import adjusted, survivors
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from tests.engine.sampling.sampling_twin import (
@@ -72,7 +72,7 @@ def test_the_surviving_tokens_are_hugging_faces(
 ) -> None:
     scores = random_logits(top_k, vocab_size=5000, scale=scale)
     params = params_of(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    ids = survivors(tempered(scores[0].numpy(), temperature), params)
+    ids, _ = survivors(scores[0].numpy(), params)
     warpers = [hf.TemperatureLogitsWarper(temperature)]
     warpers += [hf.TopKLogitsWarper(top_k)] if top_k else []
     warpers += [hf.TopPLogitsWarper(top_p)] if top_p < 1 else []
@@ -143,7 +143,7 @@ def test_penalties_equal_the_naive_ones(seed: int, output: list[int]) -> None:
 @pytest.mark.parametrize("scale", [0.01, 1.0, 4.0, 30.0])
 def test_top_p_keeps_the_smallest_set_with_the_mass(scale: float, top_p: float, vocab_size: int) -> None:
     row = random_logits(7, vocab_size=vocab_size, scale=scale)[0].numpy()
-    ids = survivors(tempered(row, 1.0), params_of(top_p=top_p))
+    ids, _ = survivors(row, params_of(top_p=top_p))
     weights = np.exp(row.astype(np.float64) - row.max())
     kept = np.sort(weights if ids is None else weights[ids])
     assert kept.sum() >= (top_p - 1e-6) * weights.sum()
