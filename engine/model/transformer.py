@@ -227,8 +227,7 @@ class Model:
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[R, E] -> [R, V]`, float32; on a CPU they may be of the model's type, and its sampler widens a few rows at a
-        time, which stay in the processor's caches."""
+        """`[R, E] -> [R, V]`, float32; on a CPU perhaps of the model's type, in which its sampler reads rows."""
         logits: Tensor = self._head(hidden)
         if self._ranks is not None:
             logits = self._ranks.join(logits, self.config.vocab_size)

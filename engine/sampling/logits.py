@@ -30,13 +30,14 @@ import numpy.typing as npt
 from engine.sampling.grammar import Bits, allowed_by
 from engine.sampling.params import SamplingParams
 from engine.sequence import TokensSoFar
-from kernels.native.sampling import top_logits
+from kernels.native.sampling import TopLogits
 
 Row = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
 
+TOP_RADIUS: Final = 8.0
+"""In which C++ looks for the likely tokens: 100 to 500 tokens of a language model's row, 95 to 99 % of its mass."""
 _RADII: Final = (2.0, 5.0, 10.0, 15.0)  # in which the most likely tokens are looked for, before all are sorted
-_TOP_RADIUS: Final = 8.0  # likewise in C++: 100 to 500 tokens of a language model's row, 95 to 99 % of its mass
 _UNCERTAIN: Final = 3e-6  # of the row's mass, which C++ knows to 1e-6: whoever is closer than that may fall either way
 
 
@@ -138,28 +139,26 @@ def is_filtered(params: SamplingParams, vocab_size: int) -> bool:
     return 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def survivors(
-    row: Row, params: SamplingParams, best: np.float32 | None = None, allowed: Bits | None = None
-) -> tuple[TokenIds | None, Row]:
+def survivors(row: Row, params: SamplingParams, best: np.float32 | None = None) -> tuple[TokenIds | None, Row]:
     """Steps 5 to 8: ids of the tokens kept, ascending, never none, and their logits, relative and tempered. None: all.
 
-    `best`: the largest logit of those `allowed` (None: all are), None if it has to be looked for.
+    `best`: the row's largest logit; None: it has to be looked for.
     """
-    if best is None:
-        best = (row if allowed is None else masked(row, allowed)).max()
-    near = top_logits(row, best, params.temperature, _TOP_RADIUS, allowed)  # nearly always enough, in one pass in C++
-    if near is not None:
-        ids, relative, mass = near
-        floor = _floor_nearby(relative, mass, params, len(row))
-        if floor is not None:
-            kept = relative >= np.float32(floor)
-            return ids[kept], relative[kept]
-    relative = tempered(row if allowed is None else masked(row, allowed), params.temperature, best)
+    relative = tempered(row, params.temperature, best)
     floor = _floor(relative, params)
     if floor == -math.inf:
         return None, relative
     ids = np.flatnonzero(relative >= np.float32(floor))
     return ids, relative[ids]
+
+
+def survivors_of(top: TopLogits, params: SamplingParams, vocab_size: int) -> tuple[TokenIds, Row] | None:
+    """As `survivors`, by the tokens within `TOP_RADIUS`. None: others may be kept, too, or it is a close thing."""
+    floor = _floor_among(top, params, vocab_size)
+    if floor is None or floor < -TOP_RADIUS:
+        return None
+    kept = top.relative >= np.float32(floor)
+    return top.ids[kept], top.relative[kept]
 
 
 def _floor(relative: Row, params: SamplingParams) -> float:
@@ -172,23 +171,21 @@ def _floor(relative: Row, params: SamplingParams) -> float:
     return max(floor, math.log(params.min_p)) if params.min_p > 0.0 else floor
 
 
-def _floor_nearby(near: Row, mass: float, params: SamplingParams, vocab_size: int) -> float | None:
-    """`_floor` of a row of this mass, by its tokens within `_TOP_RADIUS`. None: it is further off, or a close thing."""
+def _floor_among(top: TopLogits, params: SamplingParams, vocab_size: int) -> float | None:
+    """`_floor` of a row, unless it is below all of these tokens, or a close thing."""
     floor = -math.inf
     if 0 < params.top_k < vocab_size:
-        if len(near) < params.top_k:
+        if len(top.ids) < params.top_k:
             return None
-        floor = kth_largest(near, params.top_k)
+        floor = kth_largest(top.relative, params.top_k)
     if params.top_p < 1.0 and floor > -math.inf:
-        floor = _nucleus_floor(near, floor, params.top_p)
+        floor = _nucleus_floor(top.relative, floor, params.top_p)
     elif params.top_p < 1.0:
-        nearby = _nucleus_floor_nearby(near, mass, params.top_p)
-        if nearby is None:
+        nucleus = _nucleus_floor_among(top, params.top_p)
+        if nucleus is None:
             return None
-        floor = nearby
-    if params.min_p > 0.0:
-        floor = max(floor, math.log(params.min_p))
-    return None if floor < -_TOP_RADIUS else floor
+        floor = nucleus
+    return max(floor, math.log(params.min_p)) if params.min_p > 0.0 else floor
 
 
 def kth_largest(relative: Row, k: int) -> float:
@@ -210,10 +207,10 @@ def _nucleus_floor(relative: Row, floor: float, top_p: float) -> float:
     return float(descending[min(last, len(descending) - 1)])
 
 
-def _nucleus_floor_nearby(near: Row, mass: float, top_p: float) -> float | None:
-    descending = np.sort(near)[::-1]
+def _nucleus_floor_among(top: TopLogits, top_p: float) -> float | None:
+    descending = np.sort(top.relative)[::-1]
     reached = np.cumsum(np.exp(descending), dtype=np.float64)
-    wanted, slack = top_p * mass, _UNCERTAIN * mass
+    wanted, slack = top_p * top.mass, _UNCERTAIN * top.mass
     last, last_at_most = np.searchsorted(reached, [wanted - slack, wanted + slack]).tolist()
     return float(descending[last]) if last == last_at_most < len(descending) else None
 

@@ -13,34 +13,34 @@ The runner calls it. This one works on the CPU; logits on a GPU have one of kern
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.sampling.grammar import Bits, GrammarMasks
 from engine.sampling.logits import (
+    TOP_RADIUS,
     Row,
+    TokenIds,
     adjusted,
     is_adjusted,
     is_filtered,
     kth_largest,
     masked,
     survivors,
+    survivors_of,
     tempered,
 )
+from engine.sampling.params import SamplingParams
 from engine.sampling.pending_output import NO_DRAFTS, Drafts, KnownTokens, Rows
 from engine.sampling.philox import gumbel, noise
 from engine.sequence import SampledToken, TokenLogprobs, TokensSoFar
-from kernels.native.sampling import argmax_candidates, best_tokens
+from kernels.native.sampling import RowsOfLogits, argmax_candidates, look_at
 
 MIN_LOGPROB: Final = -9999.0
 """Reported for impossible tokens, as OpenAI does: an infinity has no place in JSON."""
-
-_ROWS_AT_ONCE: Final = 4
-"""Of logits in float32: those of a vocabulary of 150,000 are 2.4 MB, which a core's cache keeps until they are read."""
 
 
 class InvalidLogitsError(ArithmeticError):
@@ -80,17 +80,20 @@ class Sampler:
         """Sample each row; None for rows that come after a wrong one of the `drafts`."""
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         masks = masks_of(rows, self.masks)
+        logits = logits.detach()
+        filtered = [0.0 if self._is_adjusted(seq) else self._filtered_at(seq.params) for seq in rows]
+        known = _look_at(logits, masks, filtered)
         sampled: list[SampledToken | None] = []
         invalid: list[int] = []
         is_needed = True
-        for index, (row, best, largest) in enumerate(_best_of_rows(logits, masks)):
+        for index, seq in enumerate(rows):
             if not is_needed:
                 sampled.append(None)
                 is_needed = index not in drafts
                 continue
             token = None
-            if np.isfinite(largest):
-                token = self._sample_row(row, best, rows[index], masks[index])
+            if np.isfinite(known.largest[index]):
+                token = self._sample_row(index, logits, known, seq, masks[index])
             if token is None:
                 invalid.append(index)
             sampled.append(token)
@@ -105,31 +108,35 @@ class Sampler:
         Raises InvalidLogitsError as `sample` does.
         """
         assert logits.shape == (len(next_token_ids), self.vocab_size), f"{tuple(logits.shape)} logits"
-        found: list[TokenLogprobs] = []
-        invalid: list[int] = []
-        for index, row in enumerate(row for rows in _in_parts(logits) for row in rows):
-            if np.isfinite(row.max()):
-                found.append(token_logprobs(row, next_token_ids[index], num_top))
-            else:
-                invalid.append(index)
+        logits = logits.detach()
+        largest = _look_at(logits, [None] * len(logits), [0.0] * len(logits)).largest
+        invalid: list[int] = np.flatnonzero(~np.isfinite(largest)).tolist()
         if invalid:
             raise InvalidLogitsError(invalid, [f"prompt position {index}" for index in invalid])
-        return found
+        return [token_logprobs(_row(logits, at), token_id, num_top) for at, token_id in enumerate(next_token_ids)]
 
-    def _sample_row(self, row: Row, best: int, seq: TokensSoFar, bits: Bits | None) -> SampledToken | None:
-        """`best`: of the tokens that `bits` allow; -1: none is possible. None: that is so, whatever the reason."""
+    def _sample_row(
+        self, index: int, logits: torch.Tensor, known: RowsOfLogits, seq: TokensSoFar, bits: Bits | None
+    ) -> SampledToken | None:
+        """None: no token that may come is possible."""
         params = seq.params
-        changed = row
-        if is_adjusted(seq, self.eos_token_ids):
-            changed = adjusted(row, seq, self.eos_token_ids, bits)
-            bits = None
-            best = int(changed.argmax())
-        if best < 0 or changed[best] == -np.inf:
+        if self._is_adjusted(seq):
+            changed = torch.from_numpy(adjusted(_row(logits, index), seq, self.eos_token_ids, bits)).unsqueeze(0)
+            token_id = _choose(0, changed, _look_at(changed, [None], [self._filtered_at(params)]), seq, None)
+        else:
+            token_id = _choose(index, logits, known, seq, bits)
+        if token_id < 0:
             return None
-        token_id = best if params.is_greedy else _draw(changed, changed[best], seq, bits)
         if params.logprobs is None:
             return SampledToken(token_id)
-        return SampledToken(token_id, token_logprobs(row, token_id, params.logprobs))
+        return SampledToken(token_id, token_logprobs(_row(logits, index), token_id, params.logprobs))
+
+    def _is_adjusted(self, seq: TokensSoFar) -> bool:
+        return is_adjusted(seq, self.eos_token_ids)
+
+    def _filtered_at(self, params: SamplingParams) -> float:
+        """The temperature of a row of which only some tokens are drawn; 0 of others."""
+        return params.temperature if not params.is_greedy and is_filtered(params, self.vocab_size) else 0.0
 
 
 def masks_of(rows: Rows, masks: GrammarMasks | None) -> list[Bits | None]:
@@ -140,33 +147,26 @@ def masks_of(rows: Rows, masks: GrammarMasks | None) -> list[Bits | None]:
     return masks.of(rows)
 
 
-def _in_parts(logits: torch.Tensor) -> Iterator[npt.NDArray[np.float32]]:
-    """A few rows at a time, `[R, vocab_size]`."""
-    for part in torch.split(logits.detach(), _ROWS_AT_ONCE):
-        yield part.float().contiguous().numpy()
+def _row(logits: torch.Tensor, index: int) -> Row:
+    row: Row = logits[index].float().contiguous().numpy()
+    return row
 
 
-def _best_of_rows(logits: torch.Tensor, masks: list[Bits | None]) -> Iterator[tuple[Row, int, np.float32]]:
-    """Each row with its best allowed token, -1 if none is possible; and the largest of its logits, NaN if one is."""
-    first = 0
-    for rows in _in_parts(logits):
-        best, largest = _best(rows, masks[first : first + len(rows)])
-        yield from zip(rows, best.tolist(), largest, strict=True)
-        first += len(rows)
-
-
-def _best(logits_BV: npt.NDArray[np.float32], masks: list[Bits | None]) -> tuple[npt.NDArray[np.int64], Row]:
-    """For each row its best allowed token, -1 if none is possible; and the largest of all its logits, NaN if one is."""
-    found = best_tokens(logits_BV, masks)
+def _look_at(logits: torch.Tensor, masks: list[Bits | None], temperatures: list[float]) -> RowsOfLogits:
+    """Each row's best token, and its top logits where a temperature above 0 is given and there are C++ kernels."""
+    found = look_at(logits, masks, temperatures, TOP_RADIUS)
     if found is not None:
         return found
-    best = logits_BV.argmax(axis=-1)  # ten times as fast as torch's
-    largest = logits_BV[np.arange(len(best)), best]
+    rows = logits.float().contiguous().numpy()
+    best = rows.argmax(axis=-1)  # ten times as fast as torch's
+    largest = rows[np.arange(len(best)), best]
+    best_logits = largest.copy()
     for index, bits in enumerate(masks):
         if bits is not None:
-            left = masked(logits_BV[index], bits)
-            best[index] = left.argmax() if left.max() > -np.inf else -1
-    return best, largest
+            left = masked(rows[index], bits)
+            best_logits[index] = left.max()
+            best[index] = left.argmax() if best_logits[index] > -np.inf else -1
+    return RowsOfLogits(best, best_logits, largest, [None] * len(best))
 
 
 def token_logprobs(row: Row, token_id: int, num_top: int) -> TokenLogprobs:
@@ -178,21 +178,34 @@ def token_logprobs(row: Row, token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(logprobs[0], list(zip(ids, logprobs[1:], strict=True)))
 
 
-def _draw(row: Row, best: np.float32, seq: TokensSoFar, allowed: Bits | None) -> int:
-    """The token of the largest score: of all that survive, or, where everybody does, of the few that can have it.
+def _choose(index: int, logits: torch.Tensor, known: RowsOfLogits, seq: TokensSoFar, allowed: Bits | None) -> int:
+    """The token of the largest score, -1 if none is possible: of the best one alone, of all that survive, or, where
+    everybody does, of the few that can have it.
 
-    `best` is the largest logit of the `row` that is `allowed`; None: all are.
+    What is `known` of the row is of its `allowed` tokens; None: all are.
     """
-    params = seq.params
-    if not is_filtered(params, len(row)):
+    params, best_id, top = seq.params, int(known.best[index]), known.top[index]
+    if best_id < 0 or params.is_greedy:
+        return best_id
+    vocab_size = logits.shape[1]
+    if top is not None and (kept := survivors_of(top, params, vocab_size)) is not None:
+        return _winner(*kept, seq, vocab_size)
+    row, best = _row(logits, index), known.best_logits[index]
+    if not is_filtered(params, vocab_size):
         drawn = {"seed": params.seed, "position": seq.num_tokens}
         found = argmax_candidates(row, best, params.temperature, **drawn, allowed=allowed)
         if found is not None:
             ids, bits = found
             return int(ids[(noise(bits) + tempered(row[ids], params.temperature, best)).argmax()])
-    survived, relative = survivors(row, params, best, allowed)
-    winner = int((gumbel(params.seed, seq.num_tokens, survived, len(row)) + relative).argmax())
-    return winner if survived is None else int(survived[winner])
+    if allowed is not None:
+        row = masked(row, allowed)
+    return _winner(*survivors(row, params, best), seq, vocab_size)
+
+
+def _winner(ids: TokenIds | None, relative: Row, seq: TokensSoFar, vocab_size: int) -> int:
+    """Of the tokens that survive, None: all, the one of the largest score."""
+    won = int((gumbel(seq.params.seed, seq.num_tokens, ids, vocab_size) + relative).argmax())
+    return won if ids is None else int(ids[won])
 
 
 def _top(row: Row, relative: Row, num_top: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What sampling asks of a row of logits, in C++ (`src/sampling.cpp`): argmax candidates, top logits, random bits.
+"""What sampling asks of rows of logits, in C++ (`src/sampling.cpp`): the best and the top ones, argmax candidates.
 
 Allowed tokens are the bits of an int32 `[ceil(V / 32)]`: bit i % 32 of word i // 32 is set if token i is.
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from kernels.native.library import Float, Function, Pointer, Size, declare, native_library
 
@@ -19,32 +22,85 @@ _CAPACITY = 1024  # three to thirty are usual
 TOP_CAPACITY = 8192
 _LANES = 16  # are written at a time
 
+_LOOK: Final = [Pointer, Size, Size, Pointer, Pointer, Float, Pointer]
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {  # what they take and return
-    "best": ([Pointer, Size, Size, Pointer, Pointer, Pointer], None),
+    "look_f32": (_LOOK, None),
+    "look_bf16": (_LOOK, None),
     "contenders": (
         [Pointer, Size, Pointer, Float, Float, ctypes.c_uint64, ctypes.c_uint32, Size, Pointer, Pointer],
         Size,
     ),
-    "likely": ([Pointer, Size, Pointer, Float, Float, Float, Size, Pointer, Pointer, Pointer], Size),
     "words": ([Pointer, Size, ctypes.c_uint64, ctypes.c_uint32, Pointer], None),
 }
 
 
-def best_tokens(
-    logits: npt.NDArray[np.float32], allowed: Sequence[npt.NDArray[np.int32] | None]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
-    """For each row of `logits [B, V]`: among its allowed tokens (None: all) the one of the largest logit, the first one
-    among equals, -1 if none is above minus infinity; and the largest logit of all its tokens, NaN if one is. None: the
-    machine has no C++ kernels."""
-    function = _function("best")
+class TopLogits(NamedTuple):
+    """Of a row: the allowed tokens whose logits, less the best one's and by the temperature, are within a radius."""
+
+    ids: npt.NDArray[np.int64]  # ascending
+    relative: npt.NDArray[np.float32]  # so their logits are
+    mass: float  # of all allowed tokens, the sum of exp(relative), to one part in a million
+
+
+class _Found(ctypes.Structure):
+    """The struct of `src/sampling.cpp`, field by field."""
+
+    _fields_ = (
+        ("best", Pointer),
+        ("best_logits", Pointer),
+        ("largest", Pointer),
+        ("capacity", Size),
+        ("ids", Pointer),
+        ("relative", Pointer),
+        ("counts", Pointer),
+        ("masses", Pointer),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOfLogits:
+    """What is known of each of some rows."""
+
+    best: npt.NDArray[np.int64]  # among allowed tokens the first one of the largest logit; -1: all are impossible
+    best_logits: npt.NDArray[np.float32]
+    largest: npt.NDArray[np.float32]  # of all its logits, NaN if one is
+    top: list[TopLogits | None]  # where they were asked for, if they are not too many
+
+
+def look_at(
+    logits: Tensor,
+    allowed: Sequence[npt.NDArray[np.int32] | None],
+    temperatures: Sequence[float],
+    radius: float,
+) -> RowsOfLogits | None:
+    """Look at rows of `logits [B, V]`, float32 or bfloat16, of whose tokens some are `allowed` (None: all).
+
+    Where a row's temperature is above 0, also for its top logits. None: the machine has no C++ kernels."""
+    function = _function("look_bf16" if logits.dtype == torch.bfloat16 else "look_f32")
     if function is None:
         return None
-    assert logits.dtype == np.float32 and logits.flags.c_contiguous
+    logits = logits.contiguous()
     num_rows, vocab_size = logits.shape
     bits = (Pointer * num_rows)(*[None if some is None else _address(some, vocab_size) for some in allowed])
-    best, largest = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.float32)
-    function(logits.ctypes.data, num_rows, vocab_size, bits, best.ctypes.data, largest.ctypes.data)
-    return best, largest
+    by = np.array(temperatures, dtype=np.float32)
+    best, counts = np.empty(num_rows, dtype=np.int64), np.empty(num_rows, dtype=np.int64)
+    best_logits, largest = np.empty(num_rows, dtype=np.float32), np.empty(num_rows, dtype=np.float32)
+    shape = (num_rows if by.any() else 0, TOP_CAPACITY + _LANES)
+    ids, relative, masses = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float32), np.empty(num_rows)
+    arrays = ids, relative, counts, masses
+    found = _Found(
+        best.ctypes.data,
+        best_logits.ctypes.data,
+        largest.ctypes.data,
+        TOP_CAPACITY,
+        *(array.ctypes.data for array in arrays),
+    )
+    function(logits.data_ptr(), num_rows, vocab_size, bits, by.ctypes.data, radius, ctypes.byref(found))
+    top = [
+        None if count < 0 else TopLogits(ids[row, :count].astype(np.int64), relative[row, :count], mass)
+        for row, (count, mass) in enumerate(zip(counts.tolist(), masses.tolist(), strict=True))
+    ]
+    return RowsOfLogits(best, best_logits, largest, top)
 
 
 def argmax_candidates(
@@ -71,31 +127,6 @@ def argmax_candidates(
     where = row.ctypes.data, len(row), None if allowed is None else _address(allowed, len(row)), best, temperature
     count = function(*where, seed, position, _CAPACITY, ids.ctypes.data, bits.ctypes.data)
     return None if count < 0 else (ids[:count], bits[:count])
-
-
-def top_logits(
-    row: npt.NDArray[np.float32],
-    best: np.float32 | float,
-    temperature: float,
-    radius: float,
-    allowed: npt.NDArray[np.int32] | None = None,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], float] | None:
-    """Ids, ascending, of the tokens whose logits, less `best` and by the temperature, are -`radius` or more, and these.
-
-    And the mass of the whole row `[V]`, the sum of exp(value), to one part in a million. `best` is the largest logit of
-    the `allowed` (None: all); of others there is neither. No logit is NaN. None: the machine has no C++ kernels, or
-    they are too many to be worth it.
-    """
-    function = _function("likely")
-    if function is None:
-        return None
-    assert row.dtype == np.float32 and row.flags.c_contiguous
-    ids, values = np.empty(TOP_CAPACITY + _LANES, dtype=np.int32), np.empty(TOP_CAPACITY + _LANES, dtype=np.float32)
-    mass = ctypes.c_double()
-    where = row.ctypes.data, len(row), None if allowed is None else _address(allowed, len(row)), best, temperature
-    found = ids.ctypes.data, values.ctypes.data, ctypes.addressof(mass)
-    count = function(*where, -radius, TOP_CAPACITY, *found)
-    return None if count < 0 else (ids[:count].astype(np.int64), values[:count], mass.value)
 
 
 def random_bits(token_ids: npt.NDArray[np.int64], *, seed: int, position: int) -> npt.NDArray[np.uint32] | None:

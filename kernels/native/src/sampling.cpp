@@ -1,6 +1,5 @@
 // Which tokens of a row of logits can win a draw, so that exact noise is needed of these alone; and what truncates a
-// draw needs: the likely tokens, the mass of all, and the random words of those that are left. And the best tokens of
-// all rows.
+// draw needs: the likely tokens, the mass of all, and the random words of those that are left. And the best tokens.
 //
 // Allowed: bit i % 16 of word i / 16 is set if token i is; null, if all are.
 //
@@ -12,10 +11,12 @@
 #include <cmath>
 #include <cstdint>
 
+#include "bf16.h"
 #include "sigmoid.h"
 #include "team.h"
 
 using legato::accurate_exp;
+using legato::bf16;
 
 namespace {
 
@@ -69,16 +70,22 @@ inline double time_of(uint32_t word, float relative) {
   return -std::log(u) * std::exp(-static_cast<double>(relative));
 }
 
+// Logits as they are, of type T.
+template <typename T>
 struct Row {
-  const float* logits;
+  const T* logits;
   int64_t tokens;
   float best, temperature;
   const uint16_t* allowed;
 
-  // Of 16 tokens; of those beyond the vocabulary as if they were impossible.
+  // 16 logits; minus infinity where none is `present`.
+  __m512 values(int64_t first, __mmask16 present) const {
+    return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), present, legato::load(logits + first, present));
+  }
+
+  // Of 16 tokens; of those that are not present as if they were impossible.
   __m512 relative(int64_t first, __mmask16 present) const {
-    const __m512 values = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), present, logits + first);
-    const __m512 below = _mm512_sub_ps(values, _mm512_set1_ps(best));
+    const __m512 below = _mm512_sub_ps(values(first, present), _mm512_set1_ps(best));
     return temperature == 1.0f ? below : _mm512_div_ps(below, _mm512_set1_ps(temperature));
   }
 
@@ -124,8 +131,15 @@ struct Contenders {
   }
 };
 
-// See sampling_best. Four vectors at a time, none of which waits for another.
-inline int64_t best_of(const Row& row, float* largest) {
+// The first token of the largest logit among those that are allowed, and that logit; -1 if none is above minus infinity.
+struct Best {
+  int64_t token = -1;
+  float logit = -INFINITY;
+};
+
+// `largest` becomes that of all logits, NaN if one is. Four vectors at a time, none of which waits for another.
+template <typename T>
+Best best_of(const Row<T>& row, float* largest) {
   constexpr int kParts = 4;
   __m512 all[kParts], best[kParts];
   __m512i where[kParts];  // the first token of the 16 that each lane's best is of
@@ -146,15 +160,13 @@ inline int64_t best_of(const Row& row, float* largest) {
 #pragma GCC unroll 4
     for (int part = 0; part < kParts; ++part) {
       const int64_t at = first + 16 * part;
-      take(at, part, _mm512_loadu_ps(row.logits + at), row.allowed ? row.allowed[at / 16] : 0xffff);
+      take(at, part, legato::load(row.logits + at, 0xffff), row.allowed ? row.allowed[at / 16] : 0xffff);
     }
   }
   for (; first < row.tokens; first += 16) {
-    const __m512 values = _mm512_mask_loadu_ps(all[0], row.within(first), row.logits + first);
-    take(first, 0, values, row.present(first));
+    take(first, 0, row.values(first, row.within(first)), row.present(first));
   }
-  int64_t found = -1;
-  float winner = -INFINITY;
+  Best found;
   for (int part = 0; part < kParts; ++part) {
     all[0] = _mm512_max_ps(all[0], all[part]);
     alignas(64) float value[16];
@@ -163,26 +175,90 @@ inline int64_t best_of(const Row& row, float* largest) {
     _mm512_store_si512(start, where[part]);
     for (int64_t lane = 0; lane < 16; ++lane) {
       const int64_t token = start[lane] + lane;
-      if (value[lane] == -INFINITY || value[lane] < winner || (value[lane] == winner && token > found)) continue;
-      winner = value[lane];
-      found = token;
+      if (value[lane] == -INFINITY || value[lane] < found.logit) continue;
+      if (value[lane] == found.logit && token > found.token) continue;
+      found = {token, value[lane]};
     }
   }
   *largest = unordered ? NAN : _mm512_reduce_max_ps(all[0]);
   return found;
 }
 
+// Likely tokens of a row, of which there is room for `capacity` and 16 more, and the mass of the row.
+struct Likely {
+  int32_t* ids;
+  float* relative;
+  int64_t capacity;
+  double mass = 0;
+
+  // Of those at least `least`, rising. How many they are; -1 if there is no room.
+  template <typename T>
+  int64_t find(const Row<T>& row, float least) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512d low = _mm512_setzero_pd(), high = low;
+    int64_t count = 0;
+    for (int64_t first = 0; first < row.tokens; first += 16) {
+      const __mmask16 present = row.present(first);
+      const __m512 values = row.relative(first, present);
+      const __m512 masses = accurate_exp(values);
+      low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(masses)));
+      high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(masses, 1)));
+      const __mmask16 near = _mm512_mask_cmp_ps_mask(present, values, _mm512_set1_ps(least), _CMP_GE_OQ);
+      if (!near) continue;
+      const __m512i tokens = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first)), lanes);
+      _mm512_storeu_si512(ids + count, _mm512_maskz_compress_epi32(near, tokens));
+      _mm512_storeu_ps(relative + count, _mm512_maskz_compress_ps(near, values));
+      count += __builtin_popcount(near);
+      if (count > capacity) return -1;
+    }
+    mass = _mm512_reduce_add_pd(low) + _mm512_reduce_add_pd(high);
+    return count;
+  }
+};
+
+// What is found of each row. Field by field as in kernels/native/sampling.py.
+struct Found {
+  int64_t* best;       // the first token of the largest logit that is allowed; -1 if all of them are impossible
+  float* best_logits;  // their logits
+  float* largest;      // of all logits of the row, NaN if one is
+  int64_t capacity;    // for likely tokens of each row, and there is room for 16 more
+  int32_t* ids;        // [rows, capacity + 16], rising
+  float* relative;     // likewise: their logits less the best one's, by the temperature
+  int64_t* counts;     // how many they are; -1: more than there is room for, or nobody asked
+  double* masses;      // the sum of e^relative of all that are allowed, to one part in a million
+};
+
+template <typename T>
+void look(const T* logits, int64_t rows, int64_t tokens, const uint16_t* const* allowed, const float* temperatures,
+          float radius, const Found& found) {
+  legato::share(rows, 1, [&](int64_t at) {
+    Row<T> row{logits + at * tokens, tokens, 0.0f, temperatures[at], allowed[at]};
+    const Best best = best_of(row, found.largest + at);
+    found.best[at] = best.token;
+    found.best_logits[at] = row.best = best.logit;
+    found.counts[at] = -1;
+    if (!(row.temperature > 0.0f) || best.token < 0 || !std::isfinite(found.largest[at])) return;
+    const int64_t room = found.capacity + 16;
+    Likely likely{found.ids + at * room, found.relative + at * room, found.capacity};
+    found.counts[at] = likely.find(row, -radius);
+    found.masses[at] = likely.mass;
+  });
+}
+
 }  // namespace
 
 extern "C" {
 
-// Of each row of `logits [rows, tokens]`: the token of the largest that is `allowed[row]`, the first one among equals,
-// -1 if none is or all of them are impossible; and the largest of all its logits, NaN if one is.
-void sampling_best(const float* logits, int64_t rows, int64_t tokens, const uint16_t* const* allowed, int64_t* best,
-                   float* largest) {
-  legato::share_evenly(rows, rows > 1, [&](int64_t row) {
-    best[row] = best_of({logits + row * tokens, tokens, 0.0f, 1.0f, allowed[row]}, largest + row);
-  });
+// Looks for the best token of each row of `logits [rows, tokens]`, and, where its temperature is not 0, for those whose
+// logits, by the temperature, are within a `radius` of it.
+void sampling_look_f32(const float* logits, int64_t rows, int64_t tokens, const uint16_t* const* allowed,
+                       const float* temperatures, float radius, const Found* found) {
+  look(logits, rows, tokens, allowed, temperatures, radius, *found);
+}
+
+void sampling_look_bf16(const bf16* logits, int64_t rows, int64_t tokens, const uint16_t* const* allowed,
+                        const float* temperatures, float radius, const Found* found) {
+  look(logits, rows, tokens, allowed, temperatures, radius, *found);
 }
 
 // Writes the ids of all tokens that may have the largest score, rising, and of some that have not, with the words that
@@ -191,7 +267,7 @@ void sampling_best(const float* logits, int64_t rows, int64_t tokens, const uint
 int64_t sampling_contenders(const float* logits, int64_t tokens, const uint16_t* allowed, float best, float temperature,
                             uint64_t seed, uint32_t position, int64_t capacity, int64_t* ids, uint32_t* words) {
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const Row row{logits, tokens, best, temperature, allowed};
+  const Row<float> row{logits, tokens, best, temperature, allowed};
   Contenders contenders{ids, words, capacity, 0, kLatest};
   for (int64_t block = 0; block < tokens; block += kTokens) {
     if (!(row.present(block) | row.present(block + 16) | row.present(block + 32) | row.present(block + 48))) continue;
@@ -216,33 +292,6 @@ void sampling_words(const int64_t* ids, int64_t count, uint64_t seed, uint32_t p
     for (int word = 0; word < 4; ++word) _mm512_store_si512(drawn[word], all.of[word]);
     for (int64_t i = 0; i < size; ++i) words[first + i] = drawn[ids[first + i] % 4][i];
   }
-}
-
-// Writes the ids of the tokens whose logits, less `best` and by the temperature, are at least `least`, rising, and these
-// values, and returns how many; -1 if they are more than `capacity`. There is room for 16 more than that. `mass` becomes
-// the sum of e^value of the whole row, to one part in a million. `best` is the largest of those that are allowed.
-int64_t sampling_likely(const float* logits, int64_t tokens, const uint16_t* allowed, float best, float temperature,
-                        float least, int64_t capacity, int32_t* ids, float* likely, double* mass) {
-  const Row row{logits, tokens, best, temperature, allowed};
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  __m512d low = _mm512_setzero_pd(), high = low;
-  int64_t count = 0;
-  for (int64_t first = 0; first < tokens; first += 16) {
-    const __mmask16 present = row.present(first);
-    const __m512 values = row.relative(first, present);
-    const __m512 masses = accurate_exp(values);
-    low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(masses)));
-    high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(masses, 1)));
-    const __mmask16 near = _mm512_mask_cmp_ps_mask(present, values, _mm512_set1_ps(least), _CMP_GE_OQ);
-    if (!near) continue;
-    _mm512_storeu_ps(likely + count, _mm512_maskz_compress_ps(near, values));
-    const __m512i tokens_of_lanes = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first)), lanes);
-    _mm512_storeu_si512(ids + count, _mm512_maskz_compress_epi32(near, tokens_of_lanes));
-    count += __builtin_popcount(near);
-    if (count > capacity) return -1;
-  }
-  *mass = _mm512_reduce_add_pd(low) + _mm512_reduce_add_pd(high);
-  return count;
 }
 
 }  // extern "C"

@@ -15,7 +15,7 @@ from engine.sampling.logits import Row, masked, tempered
 from engine.sampling.philox import gumbel, noise
 from engine.sampling.sampler import Sampler
 from kernels.native.library import native_library
-from kernels.native.sampling import argmax_candidates, best_tokens
+from kernels.native.sampling import argmax_candidates, look_at
 from tests.engine.sampling.sampling_twin import params_of, sequence
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="everybody's noise is worked out exactly")
@@ -130,12 +130,13 @@ def test_what_a_grammar_forbids_is_as_good_as_impossible(
     bits = bits_of(allowed)
     left = masked(row, bits)
     assert left.tolist() == [value if ok else -np.inf for value, ok in zip(row.tolist(), allowed.tolist(), strict=True)]
-    found = best_tokens(np.stack([row, row]), [bits, None])
+    found = look_at(torch.from_numpy(np.stack([row, row])), [bits, None], [0.0, 0.0], 1.0)
     assert found is not None
-    best = int(found[0][0])
+    best = int(found.best[0])
     assert best == (-1 if left.max() == -np.inf else left.argmax())
-    assert found[0][1] == row.argmax()
-    assert found[1].tolist() == [row.max()] * 2, "whatever is allowed"
+    assert found.best[1] == row.argmax()
+    assert found.best_logits.tolist() == [left.max(), row.max()]
+    assert found.largest.tolist() == [row.max()] * 2, "whatever is allowed"
     if best >= 0:
         kept = argmax_candidates(row, float(row[best]), 0.7, seed=seed, position=3, allowed=bits)
         without = argmax_candidates(left, float(row[best]), 0.7, seed=seed, position=3)
@@ -151,10 +152,11 @@ def test_what_is_no_distribution_shows(poison: float, num_rows: int) -> None:
     rows[-1, slice(None) if poison == -np.inf else 77] = poison
     none = np.zeros(VOCAB // 32, dtype=np.int32)
     for allowed in (None, none):
-        found = best_tokens(rows, [None] * (num_rows - 1) + [allowed])
+        found = look_at(torch.from_numpy(rows), [None] * (num_rows - 1) + [allowed], [1.0] * num_rows, 1.0)
         assert found is not None
-        assert np.isfinite(found[1]).tolist() == [True] * (num_rows - 1) + [False]
-        assert found[0][: num_rows - 1].tolist() == rows[: num_rows - 1].argmax(axis=1).tolist()
+        assert found.top[-1] is None
+        assert np.isfinite(found.largest).tolist() == [True] * (num_rows - 1) + [False]
+        assert found.best[: num_rows - 1].tolist() == rows[: num_rows - 1].argmax(axis=1).tolist()
 
 
 def test_more_than_there_is_room_for_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
