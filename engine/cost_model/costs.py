@@ -9,7 +9,7 @@ are.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from engine.cost_model.fit import TELLING_STEPS, StepCostFit, StepKind, fit_steps, kind_of, scaled
@@ -22,9 +22,12 @@ _SCALING_STEPS = TELLING_STEPS - 1
 # ten times as much as the next.
 _STEPS_AT_ONCE = 16
 # Of rows, as `RowCosts` has them.
-_RATE: Final = 0.1  # weight of the newest step, once there were as many
-_MOST: Final = 4.0  # times what a prompt's token costs: a step that took longer was held up by something else
-_FORGOTTEN: Final = 0.999  # of what a size is held to cost, after each step of another size: it is tried again
+_RATE: Final = 0.1  # of the newest step in the means, once there were as many
+_ASSUMED: Final = 64.0  # that what is assumed counts as, in squares of drafts from their mean: four steps with 4 more
+_PRIOR_STEPS: Final = 4  # that nothing is known of what a first draft costs counts as
+_KNOWN: Final = 2048.0  # likewise of all steps so far
+_MOST: Final = 4.0  # times what a prompt's token costs: a draft that takes longer was held up by something else
+_FORGOTTEN: Final = 0.999  # of what a draft is held to cost, after each step without any: it is tried again
 _SIZES: Final = 12  # by doubling: up to 2,048 rows and more
 
 
@@ -52,9 +55,11 @@ class StepCosts:
         """Take in a step that was computed. One without tokens says nothing and is ignored."""
         if not (work.prefill_tokens or work.decodes):
             return
-        if work.drafts:  # beside what is known of such steps without them
-            if (cost := self.recent_cost()) is not None:
-                self.rows.observe(work.decodes, work.drafts, seconds - cost.step_s(work), cost.prefill_token_s)
+        cost = self.recent_cost()
+        if cost is not None and work.decodes and not work.prefill_tokens:
+            self.rows.observe(work.decodes, work.drafts, seconds - cost.step_s(work), cost.prefill_token_s)
+        if work.drafts:
+            pass
         elif self.is_seeded:
             self._unlearnt.append((work, seconds))
             if len(self._unlearnt) == _STEPS_AT_ONCE:
@@ -140,36 +145,77 @@ class StepCosts:
 
 
 class RowCosts:
-    """Seconds that each draft adds to a step, by the step's rows: decodes and drafts together, in sizes that double.
-    Learnt from the steps that had drafts; `engine.drafting.speculation` asks how many drafts are worth their time."""
+    """Seconds that drafts add to a step, by the step's decodes, in sizes that double.
+
+    Learnt from steps without prompts. `engine.drafting.speculation` asks how many drafts are worth their time."""
 
     def __init__(self) -> None:
-        self._each_s = [0.0] * _SIZES
-        self._num_steps = [0] * _SIZES
+        self._by_size: dict[int, _DraftsCost] = {}
 
     def extra_s(self, num_decodes: float, num_drafts: float, prefill_token_s: float) -> float:
         """Seconds that so many drafts add to a step. `prefill_token_s`: what a token of a prompt costs, which is what
         is assumed at first."""
         if not num_drafts:
             return 0.0
-        return num_drafts * self._known_s(_size(num_decodes + num_drafts), prefill_token_s)
+        known = self._known(_size(num_decodes))
+        return num_drafts * prefill_token_s if known is None else known.extra_s(num_drafts)
 
-    def observe(self, num_decodes: float, num_drafts: float, extra_s: float, prefill_token_s: float) -> None:
-        """A step with drafts took so much more than it would have without."""
-        size = _size(num_decodes + num_drafts)
-        before_s = self._known_s(size, prefill_token_s)
-        each_s = min(extra_s / num_drafts, _MOST * prefill_token_s)  # negative ones too: their mean is what counts
-        self._num_steps[size] += 1
-        weight = max(_RATE, 1 / (self._num_steps[size] + 4))
-        for other, known_s in enumerate(self._each_s):
-            self._each_s[other] = known_s * _FORGOTTEN
-        self._each_s[size] = before_s + weight * (each_s - before_s)
+    def observe(self, num_decodes: float, num_drafts: float, beyond_s: float, prefill_token_s: float) -> None:
+        """A step without prompts took so much more than the fit to all steps says of one without drafts."""
+        size = _size(num_decodes)
+        if size not in self._by_size:
+            known = self._known(size)
+            self._by_size[size] = _DraftsCost(_ASSUMED * (prefill_token_s if known is None else known.each_s))
+        self._by_size[size].observe(num_drafts, beyond_s, _MOST * prefill_token_s)
 
-    def _known_s(self, size: int, assumed_s: float) -> float:
-        """A size of which nothing is known yet costs what the next smaller one does."""
-        while size >= 0 and not self._num_steps[size]:
-            size -= 1
-        return assumed_s if size < 0 else max(self._each_s[size], 0.0)
+    def _known(self, size: int) -> _DraftsCost | None:
+        """A size of which nothing is known yet is taken to be as the next smaller one."""
+        sizes = [other for other in self._by_size if other <= size]
+        return self._by_size[max(sizes)] if sizes else None
+
+
+@dataclass(slots=True)
+class _DraftsCost:
+    """What the first draft costs, for which rows may make another tile, and what each does: a line through late steps
+    with drafts, by moments about their means, above those without. How far the fit is off for as many decodes falls
+    out: that may be as much as all the drafts of a step cost."""
+
+    products: float  # of drafts and seconds
+    squares: float = _ASSUMED  # of drafts
+    plain_s: float = 0.0  # beyond the fit, of a step without drafts
+    drafts: float = 0.0  # of a step with some
+    beyond_s: float = 0.0  # likewise, beyond one without
+    num_plain: int = 0
+    num_drafted: int = 0
+
+    @property
+    def each_s(self) -> float:
+        return max(self.products / self.squares, 0.0)
+
+    def extra_s(self, num_drafts: float) -> float:
+        first_s = self.beyond_s - self.each_s * self.drafts
+        known = self.num_drafted / (self.num_drafted + _PRIOR_STEPS)
+        return max(known * first_s + self.each_s * num_drafts, 0.0)
+
+    def observe(self, num_drafts: float, beyond_s: float, most_s: float) -> None:
+        """`most_s`: beyond that, for each draft, a step was held up by something else."""
+        if not num_drafts:
+            self.num_plain += 1
+            self.plain_s += max(_RATE, 1.0 / self.num_plain) * (beyond_s - self.plain_s)
+            self.products, self.beyond_s = self.products * _FORGOTTEN, self.beyond_s * _FORGOTTEN
+            return
+        self.num_drafted += 1
+        rate = max(_RATE, 1.0 / self.num_drafted)
+        more_drafts = num_drafts - self.drafts
+        more_s = beyond_s - self.plain_s - self.beyond_s
+        most_s *= max(abs(more_drafts), 4.0)
+        more_s = min(max(more_s, -most_s), most_s)
+        self.products += (1.0 - rate) * more_drafts * more_s
+        self.squares += (1.0 - rate) * more_drafts**2
+        self.drafts += rate * more_drafts
+        self.beyond_s += rate * more_s
+        kept = min(_KNOWN / self.squares, 1.0)
+        self.products, self.squares = self.products * kept, self.squares * kept
 
 
 def _size(num_rows: float) -> int:

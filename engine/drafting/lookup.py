@@ -189,18 +189,15 @@ class _Reading:
 
     def _find_again(self, seq: Sequence) -> None:
         """Something else was written, or something left out: where do the newest tokens stand?"""
-        num_output = len(seq.output_token_ids)
-        for length in (4, 3, 2):
+        num_output, start, stop = len(seq.output_token_ids), max(self.at - _CLOSE, 0), self.at + _CLOSE
+        for length in (2, 3, 4):  # where a short run is not, no longer one is
             run = _newest(seq, length) if num_output >= length else None
-            if run is None:
-                continue
-            start = max(self.at - _CLOSE, 0)
-            at = self.text.after_first(run, start, self.at + _CLOSE)
-            if at is None:
+            at = None if run is None else self.text.after_first(run, start, stop)
+            if run is not None and at is None:
                 at = self.text.after_last(run, len(self.text))
-            if at is not None:
-                self.at, self.num_matched = at, length
+            if at is None:
                 return
+            self.at, self.num_matched = at, length
 
 
 class PredictionDrafter:

@@ -39,10 +39,16 @@ _ASSUMED: Final[dict[DrafterName, float]] = {
     "model": 0.6,
     "heads": 0.5,
 }
-_PRIOR, _KEPT, _KEPT_OF_ALL = 4.0, 0.9, 0.99
+_PRIOR, _KEPT, _KEPT_OF_ALL = 8.0, 0.95, 0.99
 """What is known of all counts as so many drafts of one sequence; of older drafts, what counts beside a newer one."""
+_PLAIN_EVERY: Final = 64
+"""Steps of which one has no drafts, whatever they bring: beside those it shows what they cost."""
 _KEPT_OF_STEPS: Final = 0.98
 """Of what steps brought their sequences, what counts beside the next step."""
+_WORTH: Final = 1.03
+"""Times as many tokens a second, to be worth drafting: those that are taken look better than they are."""
+_VAIN, _SELDOMEST = 3, 16
+"""Steps for which drafts are asked for in vain, before there are steps in between: 1, 2, 4, and so on, to that many."""
 _LIKELY: Final = 0.6
 """Right so often: no other drafter is asked."""
 _BEHIND: Final = 2.0
@@ -159,6 +165,7 @@ class Speculation:
         self._step = 0
         self._tried_s = 0.0  # that may be spent on trying
         self._dearest_s = 0.0  # what the next try takes
+        self._num_vain = self._asks_from = 0  # plans in a row for which all asking was in vain; the step of the next
         self._num_tokens = self._num_steps = 0.0  # of decoding sequences lately, a step of each
         self.drawing_s = 0.0  # predicted, of what was planned last
         self._stretched = 0.0  # the same steps, each so many times as its drafts made it longer
@@ -190,7 +197,7 @@ class Speculation:
         if self._fixed is not None:
             return self._begin(self._fixed_drafts(candidates, self._fixed, most))
         cost = self._costs.recent_cost()
-        if cost is None or not candidates:
+        if cost is None or not candidates or self._step % _PLAIN_EVERY == 0:
             return {}
         plain_s = cost.step_s(work)
         if not plain_s > 0.0:
@@ -199,7 +206,8 @@ class Speculation:
         def extra_s(num_drafts: int) -> float:
             return self._rows_s(cost, work, num_drafts, beside_prompts)
 
-        least = len(candidates) * extra_s(1) / plain_s  # of a first slot, to pay by itself
+        least = len(candidates) * (extra_s(2) - extra_s(1)) / plain_s  # of a slot, to be worth its row
+        is_asking = self._step >= self._asks_from
         drafts: dict[Sequence, Draft] = {}
         slots: list[tuple[float, int]] = []
         hopeless: list[Candidate] = []
@@ -209,7 +217,7 @@ class Speculation:
                 continue
             weight = _BEHIND if candidate.is_late else 1.0
             state = self._state(candidate.seq)
-            if state.best_rate * weight < least:
+            if not is_asking or state.best_rate * weight < least:
                 hopeless.append(candidate)
                 continue
             draft = self._propose(candidate.seq, room, plain_s)
@@ -223,6 +231,9 @@ class Speculation:
         bill = _Bill(extra_s, {index: drafts[candidates[index].seq].drawing for _, index in slots[:num_slots]})
         counts = _worth(slots[:num_slots], len(candidates), plain_s, longest_s, bill)
         kept = {candidates[index].seq: _first(drafts[candidates[index].seq], count) for index, count in counts.items()}
+        if is_asking:
+            self._num_vain = 0 if kept else self._num_vain + 1
+            self._asks_from = self._step + 1 + min(2**self._num_vain >> _VAIN, _SELDOMEST)
         self._tried_s += _TRIED * plain_s
         if not kept and most > 0 and plain_s + extra_s(1) <= longest_s:
             kept = self._try(hopeless, drafts, extra_s(1), plain_s, longest_s)
@@ -343,24 +354,27 @@ class Speculation:
         plain_s: float,
         longest_s: float,
     ) -> dict[Sequence, Draft]:
-        """One draft of whoever has waited longest for a try, where the time for that has come together."""
+        """One draft of whoever has waited longest for a try, if there is one, where the time for that has come
+        together."""
         self._tried_s = min(self._tried_s, max(row_s, self._dearest_s, _TRIED * plain_s))
         if self._tried_s < max(row_s, self._dearest_s):
             return {}
-        waiting = [c.seq for c in hopeless] + list(drafts)
-        for seq in sorted(waiting, key=lambda seq: self._state(seq).tried_in):
-            draft = drafts.get(seq) or self._propose(seq, 1, plain_s)
-            bill = _Bill(lambda count: count * row_s, {0: None if draft is None else draft.drawing})
-            bill.add(0)
-            self._dearest_s = bill.now_s  # to be waited for, where it is to be drawn
-            if draft is not None and self._tried_s < bill.now_s:
-                return {}
-            self._state(seq).tried_in = self._step
-            if draft is not None and plain_s + bill.now_s <= longest_s:
-                self._tried_s -= bill.now_s
-                self._dearest_s = 0.0
-                return {seq: _first(draft, 1)}
-        return {}
+        waiting = [candidate.seq for candidate in hopeless] + list(drafts)
+        if not waiting:
+            return {}
+        seq = min(waiting, key=lambda seq: self._state(seq).tried_in)
+        draft = drafts.get(seq) or self._propose(seq, 1, plain_s)
+        bill = _Bill(lambda count: count * row_s, {0: None if draft is None else draft.drawing})
+        bill.add(0)
+        self._dearest_s = bill.now_s  # to be waited for, where it is to be drawn
+        if draft is not None and self._tried_s < bill.now_s:
+            return {}
+        self._state(seq).tried_in = self._step
+        if draft is None or plain_s + bill.now_s > longest_s:
+            return {}
+        self._tried_s -= bill.now_s
+        self._dearest_s = 0.0
+        return {seq: _first(draft, 1)}
 
     def _begin(self, drafts: dict[Sequence, Draft]) -> dict[Sequence, tuple[int, ...]]:
         bill = _Bill(lambda count: 0.0, {index: draft.drawing for index, draft in enumerate(drafts.values())})
@@ -421,7 +435,7 @@ def _worth(
 ) -> dict[int, int]:
     """How many slots of each index bring the most tokens a second, of `slots` in falling order, in a step of
     `longest_s` at most. Those of an index fall, so its first ones do."""
-    tokens, best, best_count = float(num_decodes), num_decodes / plain_s, 0
+    tokens, best, best_count = float(num_decodes), _WORTH * num_decodes / plain_s, 0
     for count, (probability, index) in enumerate(slots, 1):
         tokens += probability
         bill.add(index)

@@ -24,9 +24,12 @@ class Repeating:
     name: DrafterName = "prediction"
     num_asked: int = 0
     drawing: DraftingCost | None = None
+    silent: bool = False
 
     def propose(self, seq: Sequence, most: int) -> Draft | None:
         self.num_asked += 1
+        if self.silent:
+            return None
         return Draft((5,) * most, self.name, 2, self.drawing)
 
     def ended(self, seq: Sequence) -> None:
@@ -219,11 +222,38 @@ def test_rows_cost_what_they_were_seen_to_by_size() -> None:
     rows = RowCosts()
     assert rows.extra_s(1, 0, 1.0) == 0.0
     assert rows.extra_s(1, 3, 1.0) == 3.0, "what as many tokens of a prompt would"
-    for _ in range(60):
-        rows.observe(1, 3, 0.3, 1.0)
-        rows.observe(8, 8, 4.0, 1.0)
-    assert rows.extra_s(1, 3, 1.0) == pytest.approx(0.3, rel=0.2)
-    assert rows.extra_s(10, 6, 1.0) == pytest.approx(3.0, rel=0.2)
-    assert rows.extra_s(1, 7, 1.0) == pytest.approx(0.7, rel=0.2), "as in the next smaller size that is known"
+    for turn in range(600):
+        for num_decodes, first_s, each_s in ((1, 0.0, 0.1), (8, 2.0, 0.5)):
+            num_drafts = turn % 9
+            beyond_s = 0.7 * num_decodes  # the fit is off, for all such steps
+            seconds = beyond_s + (first_s + num_drafts * each_s if num_drafts else 0.0)
+            rows.observe(num_decodes, num_drafts, seconds, 1.0)
+    assert rows.extra_s(1, 3, 1.0) == pytest.approx(0.3, rel=0.3)
+    assert rows.extra_s(8, 6, 1.0) == pytest.approx(5.0, rel=0.1)
+    assert rows.extra_s(8, 1, 1.0) == pytest.approx(2.5, rel=0.2), "the first one costs more"
+    assert rows.extra_s(30, 6, 1.0) == rows.extra_s(8, 6, 1.0), "as in the next smaller size that is known"
     rows.observe(1, 3, 1e6, 1.0)
     assert rows.extra_s(1, 3, 1.0) < 2.0, "one step that was held up"
+
+
+def test_what_costs_are_is_forgotten_where_nothing_is_drafted() -> None:
+    rows = RowCosts()
+    for _ in range(50):
+        rows.observe(1, 2, 9.0, 1.0)
+    assert rows.extra_s(1, 2, 1.0) > 5.0
+    for _ in range(3000):
+        rows.observe(1, 0, 0.0, 1.0)
+    assert rows.extra_s(1, 2, 1.0) < 1.0
+
+
+def test_who_asks_in_vain_asks_less_often() -> None:
+    bench = Workbench(4, free_rows=4)
+    for _ in range(100):
+        bench.step(2)
+    bench.drafter.silent = True
+    before = bench.drafter.num_asked
+    for _ in range(200):
+        bench.step(0)
+    assert bench.drafter.num_asked - before < 300, "of 800"
+    bench.drafter.silent = False
+    assert sum(sum(bench.step(2)) for _ in range(40)) > 20, "and sees when there is something again"
