@@ -340,7 +340,9 @@ def _adapter_folder(config: LegatoConfig, model_folder: Path) -> AdapterFolder |
         return None
     from cluster.gateway.adapter_folder import AdapterFolder  # brings torch, which gateways do without otherwise
 
-    return AdapterFolder.of(settings.folder, model_folder, config.model.backend, settings.max_rank)
+    adapters = AdapterFolder.of(settings.folder, model_folder, config.model.backend, settings.max_rank)
+    adapters.watch()
+    return adapters
 
 
 async def _run_batches(app: FastAPI) -> None:

@@ -8,10 +8,12 @@ it, or a link to one elsewhere, which is what `register` makes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,6 +32,8 @@ T = TypeVar("T")
 MAX_NAME: Final = 200  # bytes: names of files have at most 255
 _MOST_KNOWN: Final = 10_000  # digests that are remembered
 _THREADS: Final = 4  # for a folder's calls
+_WATCHED_EVERY_S: Final = 2.0
+_SHARE_OF_WATCHING: Final = 0.1  # of one core, at most
 
 _Identity = tuple[tuple[int, int, int, int], ...]
 """Of an adapter's files, as far as can be told without reading them."""
@@ -66,6 +70,20 @@ class AdapterFolder:
                 " not built; leave adapters.folder out, or use a model with the backend native"
             )
         return cls(Path(folder).expanduser().absolute(), config, max_rank=max_rank)
+
+    def watch(self) -> None:
+        """From now on, in a thread that ends with the process, work out the digest of whatever is put into the folder,
+        so that the first request that names it need not wait for that."""
+        threading.Thread(target=self._watch, name="adapters-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            for adapter in self.listed():
+                began = time.thread_time()
+                with contextlib.suppress(ValueError, OSError):  # whoever names it is told
+                    self._digest(Path(adapter.folder))
+                time.sleep((time.thread_time() - began) / _SHARE_OF_WATCHING)
+            time.sleep(_WATCHED_EVERY_S)
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call one of the methods below in a thread. The threads are this folder's own: where it lies on a server that

@@ -164,8 +164,9 @@ def _look_at(logits: torch.Tensor, masks: list[Bits | None], temperatures: list[
     for index, bits in enumerate(masks):
         if bits is not None:
             left = masked(rows[index], bits)
-            best_logits[index] = left.max()
-            best[index] = left.argmax() if best_logits[index] > -np.inf else -1
+            best[index] = left.argmax()
+            best_logits[index] = left[best[index]]
+    best[best_logits == -np.inf] = -1
     return RowsOfLogits(best, best_logits, largest, [None] * len(best))
 
 

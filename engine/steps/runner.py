@@ -79,12 +79,12 @@ class TokenSampler(Protocol):
     def masks(self) -> GrammarMasks | None: ...
 
     def begin(self, logits: Tensor, rows: Rows, drafts: Drafts = NO_DRAFTS) -> SampledTokens:
-        """`logits [B, V]` float32, one for each row; B is not 0. `drafts`: of some rows, by their index, what the next
+        """`logits [B, V]`, one for each row; B is not 0. `drafts`: of some rows, by their index, what the next
         row was computed for; where this row's token is another one, that of the next is not needed."""
         ...
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
-        """`logits [T, V]` float32, the log-probability of the token that does follow each row."""
+        """`logits [T, V]`: the log-probability of the token that does follow each row."""
         ...
 
 

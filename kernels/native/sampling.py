@@ -13,10 +13,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from kernels.native.library import Float, Function, Pointer, Size, declare, native_library
+from kernels.native.library import TYPE_NAMES, Float, Function, Pointer, Size, declare, native_library
 
 _CAPACITY = 1024  # three to thirty are usual
 TOP_CAPACITY = 8192
@@ -73,10 +72,12 @@ def look_at(
     temperatures: Sequence[float],
     radius: float,
 ) -> RowsOfLogits | None:
-    """Look at rows of `logits [B, V]`, float32 or bfloat16, of whose tokens some are `allowed` (None: all).
+    """Look at rows of `logits [B, V]`, of whose tokens some are `allowed` (None: all).
 
     Where a row's temperature is above 0, also for its top logits. None: the machine has no C++ kernels."""
-    function = _function("look_bf16" if logits.dtype == torch.bfloat16 else "look_f32")
+    if logits.dtype not in TYPE_NAMES:
+        logits = logits.float()
+    function = _function(f"look_{TYPE_NAMES[logits.dtype]}")
     if function is None:
         return None
     logits = logits.contiguous()

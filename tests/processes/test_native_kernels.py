@@ -8,6 +8,7 @@ import io
 import logging
 import math
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -198,6 +199,16 @@ def test_this_machine_compiles_them_if_it_can() -> None:
         assert native_library() is None
     else:
         assert native_library() is not None
+
+
+def test_what_sources_use_of_avx512_there_is_for_avx2() -> None:
+    """Else nothing compiles there, and torch computes. What only tiles use is asked of no such processor."""
+    paths = (*compiling._sources(), *compiling.SOURCE_FOLDER.glob("*.h"))
+    sources = {path.name: path.read_text() for path in paths}
+    there = set(re.findall(r"^#define (_mm512_\w+)", sources["vectors_avx2.h"], re.MULTILINE))
+    for name in sources.keys() - {"vectors.h", "vectors_avx2.h"}:
+        without_tiles = re.sub(r"^#if[^\n]*__AMX_BF16__.*?^#endif", "", sources[name], flags=re.MULTILINE | re.DOTALL)
+        assert set(re.findall(r"_mm512_\w+", without_tiles)) <= there, name
 
 
 def products(library: ctypes.CDLL) -> bytes:

@@ -37,12 +37,13 @@ class RecordingSampler:
         self.judged: list[Tensor] = []
 
     def begin(self, logits: Tensor, rows: Rows, drafts: Drafts = NO_DRAFTS) -> KnownTokens:
-        assert logits.dtype == torch.float32
+        logits = logits.float()
         for seq, row in zip(rows, logits, strict=True):
             self.sampled.setdefault(seq.request_id, []).append(row.clone())
         return KnownTokens([SampledToken(int(token)) for token in logits.argmax(-1)])
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+        logits = logits.float()
         self.judged.append(logits.clone())
         logprobs = torch.log_softmax(logits, -1)
         return [TokenLogprobs(float(row[token]), []) for row, token in zip(logprobs, next_token_ids, strict=True)]

@@ -78,9 +78,10 @@ struct Row {
   float best, temperature;
   const uint16_t* allowed;
 
-  // 16 logits; minus infinity where none is `present`.
+  // 16 logits; minus infinity where none is `present`. What is loaded are the first ones, as some machines need it.
   __m512 values(int64_t first, __mmask16 present) const {
-    return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), present, legato::load(logits + first, present));
+    const __m512 loaded = legato::load(logits + first, within(first));
+    return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), present, loaded);
   }
 
   // Of 16 tokens; of those that are not present as if they were impossible.
@@ -231,7 +232,7 @@ struct Found {
 template <typename T>
 void look(const T* logits, int64_t rows, int64_t tokens, const uint16_t* const* allowed, const float* temperatures,
           float radius, const Found& found) {
-  legato::share(rows, 1, [&](int64_t at) {
+  const auto look_at = [&](int64_t at) {
     Row<T> row{logits + at * tokens, tokens, 0.0f, temperatures[at], allowed[at]};
     const Best best = best_of(row, found.largest + at);
     found.best[at] = best.token;
@@ -242,7 +243,9 @@ void look(const T* logits, int64_t rows, int64_t tokens, const uint16_t* const* 
     Likely likely{found.ids + at * room, found.relative + at * room, found.capacity};
     found.counts[at] = likely.find(row, -radius);
     found.masses[at] = likely.mass;
-  });
+  };
+  if (rows == 1) return look_at(0);  // no work for another thread
+  legato::share(rows, 1, look_at);
 }
 
 }  // namespace

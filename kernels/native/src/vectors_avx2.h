@@ -239,10 +239,6 @@ LEGATO_ALWAYS Words16 mask_mov_epi32(Words16 a, __mmask16 lanes, Words16 b) {
   return words_of(mask_mov_ps(floats_of(a), lanes, floats_of(b)));
 }
 
-LEGATO_ALWAYS Floats16 mask_loadu_ps(Floats16 a, __mmask16 lanes, const void* from) {
-  return mask_mov_ps(a, lanes, maskz_loadu_ps(lanes, from));
-}
-
 // --- lanes that change their places ---
 
 template <int kLanes>
@@ -265,6 +261,10 @@ LEGATO_ALWAYS Floats16 maskz_compress_ps(__mmask16 lanes, Floats16 a) {
   storeu_ps(all, a);
   for (float* next = kept; lanes; lanes &= static_cast<__mmask16>(lanes - 1)) *next++ = all[__builtin_ctz(lanes)];
   return loadu_ps(kept);
+}
+
+LEGATO_ALWAYS Words16 maskz_compress_epi32(__mmask16 lanes, Words16 a) {
+  return words_of(maskz_compress_ps(lanes, floats_of(a)));
 }
 
 // --- sums of lanes, in the order of AVX-512's ---
@@ -438,11 +438,11 @@ constexpr Interleaved kLow{false}, kHigh{true};
 #define _mm512_mask_blend_epi32(lanes, a, b) legato::halves::mask_blend_epi32<lanes>(a, b)
 #define _mm512_mask_cmp_ps_mask(lanes, a, b, how) \
   static_cast<__mmask16>((lanes) & legato::halves::cmp_ps_mask<how>(a, b))
-#define _mm512_mask_loadu_ps legato::halves::mask_loadu_ps
 #define _mm512_mask_mov_epi32 legato::halves::mask_mov_epi32
 #define _mm512_mask_mov_ps legato::halves::mask_mov_ps
 #define _mm512_mask_reduce_add_ps legato::halves::mask_reduce_add_ps
 #define _mm512_mask_storeu_ps legato::halves::mask_storeu_ps
+#define _mm512_maskz_compress_epi32 legato::halves::maskz_compress_epi32
 #define _mm512_maskz_compress_ps legato::halves::maskz_compress_ps
 #define _mm512_maskz_loadu_epi16 legato::halves::maskz_loadu_epi16_wide
 #define _mm512_maskz_loadu_epi32 legato::halves::maskz_loadu_words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import sys
 import threading
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from typing import cast
 
 import pytest
 
+import cluster.gateway.adapter_folder
 from cluster.gateway.adapter_folder import AdapterFolder
 from cluster.http.served_model import ServedModel
-from engine.checkpoint.adapters import adapter_digest
+from engine.checkpoint.adapters import CONFIG_NAME, adapter_digest
 from tests.engine.checkpoint.test_adapter_folders import LAYER, MODEL, write
 from tests.support.waiting import HANGS_S
 
@@ -33,6 +35,29 @@ def test_what_it_knows_of_a_recipe_it_finds_out_once(tmp_path: Path) -> None:
     assert [ref and ref.digest for ref in refs] == list(map(adapter_digest, paths))
     other = write(tmp_path / "other", modules=modules, lora_alpha=3)
     assert calls(partial(folder.find, other.name)) > 400, "its scales are its own"
+
+
+def test_what_is_put_into_a_watched_folder_is_known_before_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.gateway.adapter_folder, "_WATCHED_EVERY_S", 0.01)
+    digested: queue.Queue[Path] = queue.Queue()
+
+    def digest(path: Path) -> str:
+        found = adapter_digest(path)
+        digested.put(path)
+        return found
+
+    monkeypatch.setattr(cluster.gateway.adapter_folder, "adapter_digest", digest)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / CONFIG_NAME).write_text("{}")
+    folder = AdapterFolder(tmp_path, MODEL, max_rank=64)
+    folder.watch()
+    write(tmp_path / "first")
+    assert digested.get(timeout=HANGS_S) == tmp_path / "first"
+    folder.find("first")
+    write(tmp_path / "second")
+    assert digested.get(timeout=HANGS_S) == tmp_path / "second", "the first one's was known"
 
 
 async def test_a_folder_that_does_not_answer_takes_no_thread_from_others(

@@ -401,11 +401,22 @@ def test_nor_do_those_of_one_sequence_take_long_for_ever(
     assert len(seq.output_token_ids) == num_tokens
 
 
-def test_a_row_with_no_chance_for_what_is_allowed_is_told(sampler: Sampler, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("by_kernels", [True, False], ids=["C++", "numpy"])
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.0}, {"temperature": 0.0, "presence_penalty": 1.0}], ids=str)
+def test_a_row_with_no_chance_for_what_is_allowed_is_told(
+    sampler: Sampler,
+    tokenizer: Tokenizer,
+    changes: dict[str, float],
+    by_kernels: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not by_kernels:
+        monkeypatch.setattr("engine.sampling.sampler.look_at", lambda *_: None)
     logits = random_logits(4, 2)
     logits[1, tokenizer.encode("0123456789")] = -torch.inf
+    rows = [sequence(params_of(), name="a"), sequence(params_of(grammar=DIGITS, **changes), name="b")]
     with pytest.raises(InvalidLogitsError, match="request b hold") as caught:
-        sampler.sample(logits, [sequence(params_of(), name="a"), sequence(params_of(grammar=DIGITS), name="b")])
+        sampler.sample(logits, rows)
     assert caught.value.rows == [1]
 
 
