@@ -21,14 +21,15 @@ _SCALING_STEPS = TELLING_STEPS - 1
 # Learnt from together: a step leaves nothing of the fit in the processor's caches, so that the first one after it costs
 # ten times as much as the next.
 _STEPS_AT_ONCE = 16
-# Of rows, as `RowCosts` has them.
+# Of drafts, as `RowCosts` has them.
 _RATE: Final = 0.1  # of the newest step in the means, once there were as many
+_HELD_UP: Final = 0.5  # of what a step without drafts was to take: beyond that it was held up by something else
 _ASSUMED: Final = 64.0  # that what is assumed counts as, in squares of drafts from their mean: four steps with 4 more
+_KNOWN: Final = 2048.0  # likewise, that all steps so far count as at most
 _PRIOR_STEPS: Final = 4  # that nothing is known of what a first draft costs counts as
-_KNOWN: Final = 2048.0  # likewise of all steps so far
 _MOST: Final = 4.0  # times what a prompt's token costs: a draft that takes longer was held up by something else
 _FORGOTTEN: Final = 0.999  # of what a draft is held to cost, after each step without any: it is tried again
-_SIZES: Final = 12  # by doubling: up to 2,048 rows and more
+_SIZES: Final = 12  # by doubling: up to 2,048 decodes and more
 
 
 class StepCosts:
@@ -57,10 +58,14 @@ class StepCosts:
             return
         cost = self.recent_cost()
         if cost is not None and work.decodes and not work.prefill_tokens:
-            self.rows.observe(work.decodes, work.drafts, seconds - cost.step_s(work), cost.prefill_token_s)
+            expected_s = cost.step_s(work)
+            beyond_s = seconds - expected_s
+            if not work.drafts:  # or drafts would seem free after a pause, for as long as few steps are without
+                beyond_s = min(beyond_s, _HELD_UP * expected_s)
+            self.rows.observe(work.decodes, work.drafts, beyond_s, cost.prefill_token_s)
         if work.drafts:
-            pass
-        elif self.is_seeded:
+            return
+        if self.is_seeded:
             self._unlearnt.append((work, seconds))
             if len(self._unlearnt) == _STEPS_AT_ONCE:
                 self._learn()
@@ -218,5 +223,5 @@ class _DraftsCost:
         self.products, self.squares = self.products * kept, self.squares * kept
 
 
-def _size(num_rows: float) -> int:
-    return min((int(num_rows) - 1).bit_length(), _SIZES - 1)
+def _size(num_decodes: float) -> int:
+    return min((int(num_decodes) - 1).bit_length(), _SIZES - 1)

@@ -246,6 +246,19 @@ def test_what_costs_are_is_forgotten_where_nothing_is_drafted() -> None:
     assert rows.extra_s(1, 2, 1.0) < 1.0
 
 
+def test_drafts_are_not_free_since_a_step_without_any_was_held_up() -> None:
+    costs = StepCosts(COST)
+    costs.seed(COST)
+    plain_s = COST.step_s(StepWork(decodes=1))
+    for turn in range(400):
+        costs.observe(StepWork(decodes=1, drafts=turn % 4), plain_s + turn % 4 * ROW_S)
+    before_s = costs.rows.extra_s(1, 3, ROW_S)
+    costs.observe(StepWork(decodes=1), 1.0)
+    for _ in range(30):
+        costs.observe(StepWork(decodes=1, drafts=3), plain_s + 3 * ROW_S)
+    assert costs.rows.extra_s(1, 3, ROW_S) > 0.5 * before_s
+
+
 def test_who_asks_in_vain_asks_less_often() -> None:
     bench = Workbench(4, free_rows=4)
     for _ in range(100):
