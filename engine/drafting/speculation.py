@@ -49,6 +49,8 @@ _WORTH: Final = 1.03
 """Times as many tokens a second, to be worth drafting: those that are taken look better than they are."""
 _VAIN, _SELDOMEST = 3, 16
 """Steps for which drafts are asked for in vain, before there are steps in between: 1, 2, 4, and so on, to that many."""
+_NEW: Final = 8
+"""Times that a sequence is asked for in any case: what others copied in vain says nothing of what it copies."""
 _LIKELY: Final = 0.6
 """Right so often: no other drafter is asked."""
 _BEHIND: Final = 2.0
@@ -141,6 +143,7 @@ class _State:
     best_rate: float = 1.0  # of all that drafts of it were from so far
     draft: Draft | None = None  # in the step in flight
     tried_in: int = 0  # the step in which a draft was last tried without hope
+    num_asked: int = 0  # times, up to `_NEW`, but for tries
     may_have_drafts: bool = True
 
 
@@ -211,15 +214,18 @@ class Speculation:
         drafts: dict[Sequence, Draft] = {}
         slots: list[tuple[float, int]] = []
         hopeless: list[Candidate] = []
+        num_asked = 0
         for index, candidate in enumerate(candidates):
             room = min(candidate.most, MOST_DRAFTS)
             if room <= 0:
                 continue
             weight = _BEHIND if candidate.is_late else 1.0
             state = self._state(candidate.seq)
-            if not is_asking or state.best_rate * weight < least:
+            if not (is_asking or state.num_asked < _NEW) or state.best_rate * weight < least:
                 hopeless.append(candidate)
                 continue
+            state.num_asked = min(state.num_asked + 1, _NEW)
+            num_asked += 1
             draft = self._propose(candidate.seq, room, plain_s)
             if draft is None:
                 continue
@@ -231,8 +237,10 @@ class Speculation:
         bill = _Bill(extra_s, {index: drafts[candidates[index].seq].drawing for _, index in slots[:num_slots]})
         counts = _worth(slots[:num_slots], len(candidates), plain_s, longest_s, bill)
         kept = {candidates[index].seq: _first(drafts[candidates[index].seq], count) for index, count in counts.items()}
-        if is_asking:
-            self._num_vain = 0 if kept else self._num_vain + 1
+        if kept:
+            self._num_vain = self._asks_from = 0
+        elif is_asking and num_asked:
+            self._num_vain = min(self._num_vain + 1, _VAIN + _SELDOMEST.bit_length())
             self._asks_from = self._step + 1 + min(2**self._num_vain >> _VAIN, _SELDOMEST)
         self._tried_s += _TRIED * plain_s
         if not kept and most > 0 and plain_s + extra_s(1) <= longest_s:

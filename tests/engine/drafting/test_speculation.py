@@ -270,3 +270,13 @@ def test_who_asks_in_vain_asks_less_often() -> None:
     assert bench.drafter.num_asked - before < 300, "of 800"
     bench.drafter.silent = False
     assert sum(sum(bench.step(2)) for _ in range(40)) > 20, "and sees when there is something again"
+
+
+def test_a_newcomer_is_asked_for_at_once_whoever_asked_in_vain_before() -> None:
+    bench = Workbench(1)
+    bench.drafter.silent = True
+    for _ in range(100):
+        bench.step(0)
+    bench.drafter.silent = False
+    bench.seqs = Workbench(1).seqs
+    assert bench.step(15)[0] > 1, "more than a try"
