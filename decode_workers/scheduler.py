@@ -343,6 +343,8 @@ class DecodeScheduler:
         """Whether the step after the one in flight should know its tokens, to guess what follows them."""
         if self.speculation is None or not running:
             return False
+        if self.speculation.is_resting:  # else one step's rest would be that of all that are planned ahead behind it
+            return True
         self._num_ahead += 1
         return self._num_ahead % _STEPS_AHEAD == 0
 

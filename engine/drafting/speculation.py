@@ -42,7 +42,7 @@ _ASSUMED: Final[dict[DrafterName, float]] = {
 _PRIOR, _KEPT, _KEPT_OF_ALL = 8.0, 0.95, 0.99
 """What is known of all counts as so many drafts of one sequence; of older drafts, what counts beside a newer one."""
 _PLAIN_EVERY: Final = 64
-"""Steps of which one has no drafts, whatever they bring: beside those it shows what they cost."""
+"""Steps without prompts of which one has no drafts, whatever they bring: beside those it shows what they cost."""
 _KEPT_OF_STEPS: Final = 0.98
 """Of what steps brought their sequences, what counts beside the next step."""
 _WORTH: Final = 1.03
@@ -166,6 +166,8 @@ class Speculation:
         self._states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
         self._of_all: dict[_Source, _Acceptance] = {}
         self._step = 0
+        self._is_counted = False  # the next one that will have been computed, as it was planned here
+        self.is_resting = False  # the step planned last has no drafts for its turn
         self._tried_s = 0.0  # that may be spent on trying
         self._dearest_s = 0.0  # what the next try takes
         self._num_vain = self._asks_from = 0  # plans in a row for which all asking was in vain; the step of the next
@@ -196,11 +198,13 @@ class Speculation:
         """Plan at most `most` drafts for a step that has, beside them, the `work` of these sequences' next tokens, and
         perhaps chunks of prompts; none by which it lasts longer than `longest_s` without the prompts."""
         self._step += 1
+        self._is_counted = True
+        self.is_resting = self._fixed is None and not beside_prompts and self._step % _PLAIN_EVERY == 0
         self.drawing_s = 0.0
         if self._fixed is not None:
             return self._begin(self._fixed_drafts(candidates, self._fixed, most))
         cost = self._costs.recent_cost()
-        if cost is None or not candidates or self._step % _PLAIN_EVERY == 0:
+        if cost is None or not candidates or self.is_resting:
             return {}
         plain_s = cost.step_s(work)
         if not plain_s > 0.0:
@@ -272,6 +276,8 @@ class Speculation:
 
     def computed(self, plan: StepPlan, output: StepOutput) -> None:
         """A step is over, with drafts or without."""
+        self._step += not self._is_counted  # one that was planned ahead
+        self._is_counted = False
         decoding = [index for index, item in enumerate(plan.items) if item.num_tokens == 1 and item.samples]
         brought = sum(1 + len(output.following.get(index, ())) for index in decoding)
         if decoding:

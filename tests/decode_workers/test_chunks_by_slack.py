@@ -267,6 +267,21 @@ def test_drafts_take_no_time_of_prompts_where_they_lengthen_no_step(gap_s: float
     assert [item.seq for item in bench.step().items if item.drafts] == [with_mean]
 
 
+def test_where_steps_overlap_the_one_without_drafts_is_not_the_first_of_many() -> None:
+    costs = StepCosts(COST)
+    costs.seed(COST)
+    bench = Bench(speculation=Speculation([Knowing()], costs))
+    bench.decode(seq(50))
+    num_drafts = []
+    for _ in range(66):
+        plan = bench.scheduler.plan(bench.now)
+        assert bench.scheduler.plan_ahead(bench.now).is_empty, "the next one has to know its tokens"
+        bench.now += step_s(plan)
+        bench.finish(plan)
+        num_drafts.append(len(plan.items[0].drafts))
+    assert [number for number, count in enumerate(num_drafts, 1) if not count] == [64]
+
+
 def test_a_late_stream_catches_up_and_does_not_stop_prompts() -> None:
     bench = Bench()
     stream = seq(50, tpot_s=0.1)
