@@ -249,6 +249,8 @@ class Speculation:
         self._tried_s += _TRIED * plain_s
         if not kept and most > 0 and plain_s + extra_s(1) <= longest_s:
             kept = self._try(hopeless, drafts, extra_s(1), plain_s, longest_s)
+            if kept and not is_asking:  # there is something to copy, or to draw, again
+                self._asks_from = 0
         return self._begin(kept)
 
     def verified(self, seq: Sequence, num_drafts: int, num_accepted: int) -> DrafterName:

@@ -280,3 +280,13 @@ def test_a_newcomer_is_asked_for_at_once_whoever_asked_in_vain_before() -> None:
     bench.drafter.silent = False
     bench.seqs = Workbench(1).seqs
     assert bench.step(15)[0] > 1, "more than a try"
+
+
+def test_a_try_that_finds_something_ends_a_pause_of_asking() -> None:
+    bench = Workbench(1)
+    bench.drafter.silent = True
+    for _ in range(100):
+        bench.step(0)
+    bench.drafter.silent = False
+    assert bench.step(15)[0] == 1, "a try: nobody is asked yet"
+    assert bench.step(15)[0] > 1
