@@ -207,7 +207,8 @@ class _DraftsCost:
         if not num_drafts:
             self.num_plain += 1
             self.plain_s += max(_RATE, 1.0 / self.num_plain) * (beyond_s - self.plain_s)
-            self.products, self.beyond_s = self.products * _FORGOTTEN, self.beyond_s * _FORGOTTEN
+            if self.num_drafted:  # what is assumed is not forgotten, or drafts would be free before there was one
+                self.products, self.beyond_s = self.products * _FORGOTTEN, self.beyond_s * _FORGOTTEN
             return
         self.num_drafted += 1
         rate = max(_RATE, 1.0 / self.num_drafted)

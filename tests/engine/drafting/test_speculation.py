@@ -238,6 +238,9 @@ def test_rows_cost_what_they_were_seen_to_by_size() -> None:
 
 def test_what_costs_are_is_forgotten_where_nothing_is_drafted() -> None:
     rows = RowCosts()
+    for _ in range(3000):
+        rows.observe(1, 0, 0.0, 1.0)
+    assert rows.extra_s(1, 2, 1.0) == pytest.approx(2.0), "what is assumed is not"
     for _ in range(50):
         rows.observe(1, 2, 9.0, 1.0)
     assert rows.extra_s(1, 2, 1.0) > 5.0
