@@ -422,6 +422,8 @@ class DecodeScheduler:
         promised a TPOT. None where the sequences' newest tokens are not known yet."""
         if self.speculation is None or self._in_flight or not selection.ready:
             return _NO_DRAFTS
+        if self.speculation.skips(selection.ready):
+            return _NO_DRAFTS
         work = StepWork(decodes=len(selection.ready), context_tokens=sum(seq.num_tokens for seq in selection.ready))
         # A column more for everyone, and another one.
         may_grow = self.allocator.pool.num_available >= 2 * len(self._running) * self.allocator.layer_groups

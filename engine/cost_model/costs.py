@@ -28,7 +28,7 @@ _ASSUMED: Final = 64.0  # that what is assumed counts as, in squares of drafts f
 _KNOWN: Final = 2048.0  # likewise, that all steps so far count as at most
 _PRIOR_STEPS: Final = 4  # that nothing is known of what a first draft costs counts as
 _MOST: Final = 4.0  # times what a prompt's token costs: a draft that takes longer was held up by something else
-_FORGOTTEN: Final = 0.999  # of what a draft is held to cost, after each step without any: it is tried again
+_FORGOTTEN: Final = 0.9998  # of what a draft is held to cost, after each step without any: it is tried again
 _SIZES: Final = 12  # by doubling: up to 2,048 decodes and more
 
 
@@ -172,6 +172,11 @@ class RowCosts:
             known = self._known(size)
             self._by_size[size] = _DraftsCost(_ASSUMED * (prefill_token_s if known is None else known.each_s))
         self._by_size[size].observe(num_drafts, beyond_s, _MOST * prefill_token_s)
+
+    def beyond_fit_s(self, num_decodes: float) -> float:
+        """How much longer steps of so many decodes take, without drafts, than the fit to all steps says."""
+        known = self._by_size.get(_size(num_decodes))
+        return 0.0 if known is None else known.plain_s
 
     def _known(self, size: int) -> _DraftsCost | None:
         """A size of which nothing is known yet is taken to be as the next smaller one."""

@@ -29,7 +29,7 @@ MOST_SLOTS: Final = 64
 """In a step: beyond, rows cost what prompts' do."""
 _SELDOM: Final = 0.02
 """A slot less likely right is not considered: where drafts are wrong, weighing them would cost more than they bring."""
-_TRIED: Final = 0.005
+_TRIED: Final = 0.003
 """Of the time of steps, what goes into drafts that are not expected to pay."""
 _ASSUMED: Final[dict[DrafterName, float]] = {
     "prediction": 0.7,
@@ -170,6 +170,9 @@ class Speculation:
         self.is_resting = False  # the step planned last has no drafts for its turn
         self._tried_s = 0.0  # that may be spent on trying
         self._dearest_s = 0.0  # what the next try takes
+        self._plain_s = self._try_s = (
+            0.0  # what a step without drafts was to take, and a try, when one was planned last
+        )
         self._num_vain = self._asks_from = 0  # plans in a row for which all asking was in vain; the step of the next
         self._num_tokens = self._num_steps = 0.0  # of decoding sequences lately, a step of each
         self.drawing_s = 0.0  # predicted, of what was planned last
@@ -185,6 +188,20 @@ class Speculation:
         draft_model: Drafter | None = None,
     ) -> Speculation:
         return cls(drafters_of(config.drafters, masks, draft_model), costs, fixed=config.fixed)
+
+    def skips(self, seqs: Iterable[Sequence]) -> bool:
+        """Whether there is nothing to plan for a step in which these decode: who asked in vain pauses, and nobody is
+        new, nor to be tried. Then the step is counted here."""
+        step, tried_s = self._step + 1, self._tried_s + _TRIED * self._plain_s
+        if step >= self._asks_from or step % _PLAIN_EVERY == 0 or tried_s >= self._try_s:
+            return False
+        for seq in seqs:
+            state = self._states.get(seq)
+            if state is None or state.num_asked < _NEW:
+                return False
+        self._step, self._tried_s = step, tried_s
+        self._is_counted, self.is_resting, self.drawing_s = True, False, 0.0
+        return True
 
     def plan(
         self,
@@ -206,7 +223,7 @@ class Speculation:
         cost = self._costs.recent_cost()
         if cost is None or not candidates or self.is_resting:
             return {}
-        plain_s = cost.step_s(work)
+        plain_s = cost.step_s(work) + self._costs.rows.beyond_fit_s(work.decodes)
         if not plain_s > 0.0:
             return {}
 
@@ -225,10 +242,11 @@ class Speculation:
                 continue
             weight = _BEHIND if candidate.is_late else 1.0
             state = self._state(candidate.seq)
-            if not (is_asking or state.num_asked < _NEW) or state.best_rate * weight < least:
+            is_new = state.num_asked < _NEW
+            state.num_asked += is_new
+            if not (is_asking or is_new) or state.best_rate * weight < least:
                 hopeless.append(candidate)
                 continue
-            state.num_asked = min(state.num_asked + 1, _NEW)
             num_asked += 1
             draft = self._propose(candidate.seq, room, plain_s)
             if draft is None:
@@ -246,6 +264,7 @@ class Speculation:
         elif is_asking and num_asked:
             self._num_vain = min(self._num_vain + 1, _VAIN + _SELDOMEST.bit_length())
             self._asks_from = self._step + 1 + min(2**self._num_vain >> _VAIN, _SELDOMEST)
+        self._plain_s, self._try_s = plain_s, max(extra_s(1), self._dearest_s)
         self._tried_s += _TRIED * plain_s
         if not kept and most > 0 and plain_s + extra_s(1) <= longest_s:
             kept = self._try(hopeless, drafts, extra_s(1), plain_s, longest_s)

@@ -54,9 +54,10 @@ class Workbench:
     def step(self, right: dict[int, int] | int, *, late: frozenset[int] = frozenset(), most: int = 64) -> list[int]:
         """How much is drafted for each."""
         work = StepWork(decodes=len(self.seqs))
-        drafts = self.speculation.plan(
-            [Candidate(seq, 15, n in late) for n, seq in enumerate(self.seqs)], work, most=most
-        )
+        drafts: dict[Sequence, tuple[int, ...]] = {}
+        if not self.speculation.skips(self.seqs):
+            candidates = [Candidate(seq, 15, n in late) for n, seq in enumerate(self.seqs)]
+            drafts = self.speculation.plan(candidates, work, most=most)
         work.drafts = sum(map(len, drafts.values()))
         rows = len(self.seqs) + work.drafts
         seconds = COST.step_s(work) + ROW_S * (max(0, rows - self.free_rows) - max(0, len(self.seqs) - self.free_rows))
@@ -232,19 +233,20 @@ def test_rows_cost_what_they_were_seen_to_by_size() -> None:
     assert rows.extra_s(8, 6, 1.0) == pytest.approx(5.0, rel=0.1)
     assert rows.extra_s(8, 1, 1.0) == pytest.approx(2.5, rel=0.2), "the first one costs more"
     assert rows.extra_s(30, 6, 1.0) == rows.extra_s(8, 6, 1.0), "as in the next smaller size that is known"
+    assert rows.beyond_fit_s(7) == pytest.approx(0.7 * 8)
     rows.observe(1, 3, 1e6, 1.0)
     assert rows.extra_s(1, 3, 1.0) < 2.0, "one step that was held up"
 
 
 def test_what_costs_are_is_forgotten_where_nothing_is_drafted() -> None:
     rows = RowCosts()
-    for _ in range(3000):
+    for _ in range(15_000):
         rows.observe(1, 0, 0.0, 1.0)
     assert rows.extra_s(1, 2, 1.0) == pytest.approx(2.0), "what is assumed is not"
     for _ in range(50):
         rows.observe(1, 2, 9.0, 1.0)
     assert rows.extra_s(1, 2, 1.0) > 5.0
-    for _ in range(3000):
+    for _ in range(15_000):
         rows.observe(1, 0, 0.0, 1.0)
     assert rows.extra_s(1, 2, 1.0) < 1.0
 
