@@ -23,7 +23,7 @@ _SCALING_STEPS = TELLING_STEPS - 1
 _STEPS_AT_ONCE = 16
 # Of drafts, as `RowCosts` has them.
 _RATE: Final = 0.1  # of the newest step in the means, once there were as many
-_HELD_UP: Final = 0.5  # of what a step without drafts was to take: beyond that it was held up by something else
+_HELD_UP: Final = 1.5  # times what a step without drafts was to take: one that took longer was held up
 _ASSUMED: Final = 64.0  # that what is assumed counts as, in squares of drafts from their mean: four steps with 4 more
 _KNOWN: Final = 2048.0  # likewise, that all steps so far count as at most
 _PRIOR_STEPS: Final = 4  # that nothing is known of what a first draft costs counts as
@@ -58,11 +58,7 @@ class StepCosts:
             return
         cost = self.recent_cost()
         if cost is not None and work.decodes and not work.prefill_tokens:
-            expected_s = cost.step_s(work)
-            beyond_s = seconds - expected_s
-            if not work.drafts:  # or drafts would seem free after a pause, for as long as few steps are without
-                beyond_s = min(beyond_s, _HELD_UP * expected_s)
-            self.rows.observe(work.decodes, work.drafts, beyond_s, cost.prefill_token_s)
+            self.rows.observe(work.decodes, work.drafts, seconds, cost.step_s(work), cost.prefill_token_s)
         if work.drafts:
             return
         if self.is_seeded:
@@ -165,18 +161,20 @@ class RowCosts:
         known = self._known(_size(num_decodes))
         return num_drafts * prefill_token_s if known is None else known.extra_s(num_drafts)
 
-    def observe(self, num_decodes: float, num_drafts: float, beyond_s: float, prefill_token_s: float) -> None:
-        """A step without prompts took so much more than the fit to all steps says of one without drafts."""
+    def observe(
+        self, num_decodes: float, num_drafts: float, seconds: float, fit_s: float, prefill_token_s: float
+    ) -> None:
+        """A step without prompts took so many seconds. `fit_s`: what the fit to all steps says, without drafts."""
         size = _size(num_decodes)
         if size not in self._by_size:
             known = self._known(size)
             self._by_size[size] = _DraftsCost(_ASSUMED * (prefill_token_s if known is None else known.each_s))
-        self._by_size[size].observe(num_drafts, beyond_s, _MOST * prefill_token_s)
+        self._by_size[size].observe(num_drafts, seconds, fit_s, _MOST * prefill_token_s)
 
-    def beyond_fit_s(self, num_decodes: float) -> float:
-        """How much longer steps of so many decodes take, without drafts, than the fit to all steps says."""
+    def plain_s(self, num_decodes: float, fit_s: float) -> float:
+        """Seconds that steps of so many decodes took lately without drafts; `fit_s` where there were none."""
         known = self._by_size.get(_size(num_decodes))
-        return 0.0 if known is None else known.plain_s
+        return fit_s if known is None or not known.num_plain else known.plain_s
 
     def _known(self, size: int) -> _DraftsCost | None:
         """A size of which nothing is known yet is taken to be as the next smaller one."""
@@ -187,12 +185,12 @@ class RowCosts:
 @dataclass(slots=True)
 class _DraftsCost:
     """What the first draft costs, for which rows may make another tile, and what each does: a line through late steps
-    with drafts, by moments about their means, above those without. How far the fit is off for as many decodes falls
-    out: that may be as much as all the drafts of a step cost."""
+    with drafts, by moments about their means, above those without. The fit to all steps is only asked before there were
+    some of these: for as many decodes it may be off by as much as all the drafts of a step cost, and it moves."""
 
     products: float  # of drafts and seconds
     squares: float = _ASSUMED  # of drafts
-    plain_s: float = 0.0  # beyond the fit, of a step without drafts
+    plain_s: float = 0.0  # of a step without drafts
     drafts: float = 0.0  # of a step with some
     beyond_s: float = 0.0  # likewise, beyond one without
     num_plain: int = 0
@@ -207,18 +205,21 @@ class _DraftsCost:
         known = self.num_drafted / (self.num_drafted + _PRIOR_STEPS)
         return max(known * first_s + self.each_s * num_drafts, 0.0)
 
-    def observe(self, num_drafts: float, beyond_s: float, most_s: float) -> None:
+    def observe(self, num_drafts: float, seconds: float, fit_s: float, most_s: float) -> None:
         """`most_s`: beyond that, for each draft, a step was held up by something else."""
+        plain_s = self.plain_s if self.num_plain else fit_s
         if not num_drafts:
             self.num_plain += 1
-            self.plain_s += max(_RATE, 1.0 / self.num_plain) * (beyond_s - self.plain_s)
+            # Clipped, or drafts would seem free after one that was held up, for as long as few steps have none.
+            more_s = min(seconds, _HELD_UP * max(plain_s, fit_s)) - self.plain_s
+            self.plain_s += max(_RATE, 1.0 / self.num_plain) * more_s
             if self.num_drafted:  # what is assumed is not forgotten, or drafts would be free before there was one
                 self.products, self.beyond_s = self.products * _FORGOTTEN, self.beyond_s * _FORGOTTEN
             return
         self.num_drafted += 1
         rate = max(_RATE, 1.0 / self.num_drafted)
         more_drafts = num_drafts - self.drafts
-        more_s = beyond_s - self.plain_s - self.beyond_s
+        more_s = seconds - plain_s - self.beyond_s
         most_s *= max(abs(more_drafts), 4.0)
         more_s = min(max(more_s, -most_s), most_s)
         self.products += (1.0 - rate) * more_drafts * more_s

@@ -11,6 +11,7 @@ do not pay, one is tried now and then, for a small part of the time.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
@@ -45,10 +46,12 @@ _PLAIN_EVERY: Final = 64
 """Steps without prompts of which one has no drafts, whatever they bring: beside those it shows what they cost."""
 _KEPT_OF_STEPS: Final = 0.98
 """Of what steps brought their sequences, what counts beside the next step."""
-_WORTH: Final = 1.03
+_WORTH: Final = 1.05
 """Times as many tokens a second, to be worth drafting: those that are taken look better than they are."""
 _VAIN, _SELDOMEST = 3, 16
 """Steps for which drafts are asked for in vain, before there are steps in between: 1, 2, 4, and so on, to that many."""
+_DONE_AFTER: Final = 2.0
+"""Times that asking takes, to have gained nothing: drafts are verified and told of, too."""
 _NEW: Final = 8
 """Times that a sequence is asked for in any case: what others copied in vain says nothing of what it copies."""
 _LIKELY: Final = 0.6
@@ -170,9 +173,7 @@ class Speculation:
         self.is_resting = False  # the step planned last has no drafts for its turn
         self._tried_s = 0.0  # that may be spent on trying
         self._dearest_s = 0.0  # what the next try takes
-        self._plain_s = self._try_s = (
-            0.0  # what a step without drafts was to take, and a try, when one was planned last
-        )
+        self._plain_s = self._try_s = 0.0  # of the plan before: a step without drafts, and what a try took
         self._num_vain = self._asks_from = 0  # plans in a row for which all asking was in vain; the step of the next
         self._num_tokens = self._num_steps = 0.0  # of decoding sequences lately, a step of each
         self.drawing_s = 0.0  # predicted, of what was planned last
@@ -223,7 +224,7 @@ class Speculation:
         cost = self._costs.recent_cost()
         if cost is None or not candidates or self.is_resting:
             return {}
-        plain_s = cost.step_s(work) + self._costs.rows.beyond_fit_s(work.decodes)
+        plain_s = self._costs.rows.plain_s(work.decodes, cost.step_s(work))
         if not plain_s > 0.0:
             return {}
 
@@ -232,6 +233,7 @@ class Speculation:
 
         least = len(candidates) * (extra_s(2) - extra_s(1)) / plain_s  # of a slot, to be worth its row
         is_asking = self._step >= self._asks_from
+        began = time.perf_counter()
         drafts: dict[Sequence, Draft] = {}
         slots: list[tuple[float, int]] = []
         hopeless: list[Candidate] = []
@@ -259,7 +261,9 @@ class Speculation:
         bill = _Bill(extra_s, {index: drafts[candidates[index].seq].drawing for _, index in slots[:num_slots]})
         counts = _worth(slots[:num_slots], len(candidates), plain_s, longest_s, bill)
         kept = {candidates[index].seq: _first(drafts[candidates[index].seq], count) for index, count in counts.items()}
-        if kept:
+        num_kept = sum(counts.values())
+        gain_s = sum(chance for chance, _ in slots[:num_kept]) * plain_s / len(candidates) - extra_s(num_kept)
+        if kept and gain_s > _DONE_AFTER * (time.perf_counter() - began):
             self._num_vain = self._asks_from = 0
         elif is_asking and num_asked:
             self._num_vain = min(self._num_vain + 1, _VAIN + _SELDOMEST.bit_length())

@@ -110,7 +110,7 @@ def test_whoever_is_right_again_is_found_out() -> None:
     for _ in range(300):
         bench.step(0)
     assert sum(bench.step(0)) <= 1
-    for _ in range(1500):
+    for _ in range(3000):
         bench.step({0: 15})
     assert bench.step({0: 15})[0] > 3
 
@@ -177,7 +177,7 @@ def test_a_pass_is_for_all_who_are_drawn_for() -> None:
     for num_seqs in (1, 12):
         bench = Workbench(num_seqs, free_rows=100)
         for _ in range(20):  # rows are free
-            bench.costs.rows.observe(num_seqs, num_seqs, 0.0, ROW_S)
+            bench.costs.rows.observe(num_seqs, num_seqs, 0.01, 0.01, ROW_S)
         bench.drafter.drawing = DraftingCost(0.0, 0.0)
         for _ in range(50):  # and drafts are right
             bench.step(15)
@@ -226,28 +226,28 @@ def test_rows_cost_what_they_were_seen_to_by_size() -> None:
     for turn in range(600):
         for num_decodes, first_s, each_s in ((1, 0.0, 0.1), (8, 2.0, 0.5)):
             num_drafts = turn % 9
-            beyond_s = 0.7 * num_decodes  # the fit is off, for all such steps
-            seconds = beyond_s + (first_s + num_drafts * each_s if num_drafts else 0.0)
-            rows.observe(num_decodes, num_drafts, seconds, 1.0)
+            plain_s = 0.7 * num_decodes  # the fit is off, for all such steps
+            seconds = plain_s + (first_s + num_drafts * each_s if num_drafts else 0.0)
+            rows.observe(num_decodes, num_drafts, seconds, 4.0, 1.0)
     assert rows.extra_s(1, 3, 1.0) == pytest.approx(0.3, rel=0.3)
     assert rows.extra_s(8, 6, 1.0) == pytest.approx(5.0, rel=0.1)
     assert rows.extra_s(8, 1, 1.0) == pytest.approx(2.5, rel=0.2), "the first one costs more"
     assert rows.extra_s(30, 6, 1.0) == rows.extra_s(8, 6, 1.0), "as in the next smaller size that is known"
-    assert rows.beyond_fit_s(7) == pytest.approx(0.7 * 8)
-    rows.observe(1, 3, 1e6, 1.0)
+    assert rows.plain_s(7, 4.0) == pytest.approx(0.7 * 8)
+    rows.observe(1, 3, 1e6, 4.0, 1.0)
     assert rows.extra_s(1, 3, 1.0) < 2.0, "one step that was held up"
 
 
 def test_what_costs_are_is_forgotten_where_nothing_is_drafted() -> None:
     rows = RowCosts()
     for _ in range(15_000):
-        rows.observe(1, 0, 0.0, 1.0)
+        rows.observe(1, 0, 10.0, 10.0, 1.0)
     assert rows.extra_s(1, 2, 1.0) == pytest.approx(2.0), "what is assumed is not"
     for _ in range(50):
-        rows.observe(1, 2, 9.0, 1.0)
+        rows.observe(1, 2, 19.0, 10.0, 1.0)
     assert rows.extra_s(1, 2, 1.0) > 5.0
     for _ in range(15_000):
-        rows.observe(1, 0, 0.0, 1.0)
+        rows.observe(1, 0, 10.0, 10.0, 1.0)
     assert rows.extra_s(1, 2, 1.0) < 1.0
 
 
