@@ -26,6 +26,7 @@ _RATE: Final = 0.1  # of the newest step in the means, once there were as many
 _HELD_UP: Final = 1.5  # times what a step without drafts was to take: one that took longer was held up
 _ASSUMED: Final = 64.0  # that what is assumed counts as, in squares of drafts from their mean: four steps with 4 more
 _KNOWN: Final = 2048.0  # likewise, that all steps so far count as at most
+_ANCHOR: Final = 4.0  # steps without drafts that a line through those with drafts begins at
 _PRIOR_STEPS: Final = 4  # that nothing is known of what a first draft costs counts as
 _MOST: Final = 4.0  # times what a prompt's token costs: a draft that takes longer was held up by something else
 _FORGOTTEN: Final = 0.9998  # of what a draft is held to cost, after each step without any: it is tried again
@@ -198,7 +199,9 @@ class _DraftsCost:
 
     @property
     def each_s(self) -> float:
-        return max(self.products / self.squares, 0.0)
+        # No drafts cost nothing: where all steps had about as many, that tells more than what they differ in.
+        products = self.products + _ANCHOR * self.drafts * self.beyond_s
+        return max(products / (self.squares + _ANCHOR * self.drafts**2), 0.0)
 
     def extra_s(self, num_drafts: float) -> float:
         first_s = self.beyond_s - self.each_s * self.drafts

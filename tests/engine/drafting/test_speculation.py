@@ -238,6 +238,17 @@ def test_rows_cost_what_they_were_seen_to_by_size() -> None:
     assert rows.extra_s(1, 3, 1.0) < 2.0, "one step that was held up"
 
 
+def test_of_steps_with_as_many_drafts_each_has_its_share() -> None:
+    """What differs between them is noise, which must not make the first draft as dear as all of them."""
+    rows = RowCosts()
+    for turn in range(200):
+        num_drafts = 60 + turn % 4
+        rows.observe(8, num_drafts, 10.0 + 20.0 - 0.1 * (turn % 4), 10.0, 1.0)
+        rows.observe(8, 0, 10.0, 10.0, 1.0)
+    assert rows.extra_s(8, 1, 1.0) < 4.0
+    assert rows.extra_s(8, 60, 1.0) == pytest.approx(20.0, rel=0.1)
+
+
 def test_what_costs_are_is_forgotten_where_nothing_is_drafted() -> None:
     rows = RowCosts()
     for _ in range(15_000):
