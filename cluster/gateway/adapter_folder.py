@@ -78,7 +78,10 @@ class AdapterFolder:
 
     def _watch(self) -> None:
         while True:
-            for adapter in self.listed():
+            adapters: list[ListedAdapter] = []
+            with contextlib.suppress(OSError):  # `listed` tells of it, when somebody asks
+                adapters = self._all()
+            for adapter in adapters:
                 began = time.thread_time()
                 with contextlib.suppress(ValueError, OSError):  # whoever names it is told
                     self._digest(Path(adapter.folder))
@@ -102,10 +105,13 @@ class AdapterFolder:
         """The adapters in the folder that can be read, by name. Empty, and logged, where the folder itself cannot be:
         models are listed with them."""
         try:
-            names = sorted(entry.name for entry in self._folder.iterdir())
+            return self._all()
         except OSError as error:
             logger.warning("No adapters are listed: %s", error)
             return []
+
+    def _all(self) -> list[ListedAdapter]:
+        names = sorted(entry.name for entry in self._folder.iterdir())
         return [told for name in names if (told := self.look(name)) is not None]
 
     def look(self, name: str) -> ListedAdapter | None:
