@@ -200,10 +200,8 @@ class MedusaHeads:
         if len(self._output) > 1:
             return [self._spread(self._output[head](state).float()) for head, state in enumerate(states)]
         together = torch.cat(states)
-        found = (
-            self._spread(self._output[0](together).float()) if self._output else self._target_logits(together).float()
-        )
-        return list(torch.split(found, [len(hidden) for hidden in rows]))
+        found = self._spread(self._output[0](together).float()) if self._output else self._target_logits(together)
+        return list(torch.split(found.float(), [len(hidden) for hidden in rows]))
 
     def _state(self, head: int, hidden: Tensor) -> Tensor:
         for block in self._blocks[head]:

@@ -388,11 +388,11 @@ class HuggingFaceModel:
         return states[0, batch.output_rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[R, E] -> [R, V]` float32."""
+        """`[R, E] -> [R, V]`, of the model's type: samplers widen what they read."""
         self._states.states = hidden.unsqueeze(0)
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=self.device)
         logits: Tensor = self._whole(input_ids=ids, use_cache=False).logits[0]
-        return logits.float()
+        return logits
 
     def _plan_attentions(self, batch: Batch, kv_cache: KVCache) -> tuple[PagedAttention, ...]:
         geometry = kv_cache.layout.geometry

@@ -227,15 +227,12 @@ class Model:
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[R, E] -> [R, V]`, float32; on a CPU perhaps of the model's type, in which its sampler reads rows."""
+        """`[R, E] -> [R, V]`, of the model's type, or float32 where they are capped: samplers widen what they read."""
         logits: Tensor = self._head(hidden)
         if self._ranks is not None:
             logits = self._ranks.join(logits, self.config.vocab_size)
         cap = self.config.logit_softcap
-        if cap is None and logits.device.type == "cpu":
-            return logits
-        logits = logits.float()
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
 
     def adapter_packer(self, layout: AdapterLayout) -> Callable[[memoryview], Adapter]:
         """What packs adapters that lie in their files like this: of each it is given the file from the first tensor on.

@@ -290,7 +290,7 @@ def _launch_all(model: Model, kv_cache: KVCache) -> None:
     device = model.device
     for queries in ([1, 1, 1], [1 + 4], [700]):  # who share a prefix, one with drafts, a prompt
         hidden = model.forward(_batch(queries, device), kv_cache)
-    logits = model.logits(hidden)
+    logits = model.logits(hidden).float()  # as its sampler reads them
     ids, amounts = np.ones(1, dtype=np.int64), np.ones(1, dtype=np.float32)
     edits = pack_edits(ids, ids, amounts, amounts)
     for temperature, top_k, num_top, edited in ((0.0, 0, -1, False), (1.0, 0, 5, True), (1.0, 9, 5, True)):
