@@ -81,7 +81,8 @@ class Sampler:
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         masks = masks_of(rows, self.masks)
         logits = logits.detach()
-        filtered = [0.0 if self._is_adjusted(seq) else self._filtered_at(seq.params) for seq in rows]
+        adjusted_rows = [is_adjusted(seq, self.eos_token_ids) for seq in rows]
+        filtered = [0.0 if on else self._filtered_at(seq.params) for seq, on in zip(rows, adjusted_rows, strict=True)]
         known = _look_at(logits, masks, filtered)
         sampled: list[SampledToken | None] = []
         invalid: list[int] = []
@@ -93,7 +94,8 @@ class Sampler:
                 continue
             token = None
             if np.isfinite(known.largest[index]):
-                token = self._sample_row(index, logits, known, seq, masks[index])
+                of_row = None if adjusted_rows[index] else known
+                token = self._sample_row(index, logits, of_row, seq, masks[index])
             if token is None:
                 invalid.append(index)
             sampled.append(token)
@@ -116,11 +118,11 @@ class Sampler:
         return [token_logprobs(_row(logits, at), token_id, num_top) for at, token_id in enumerate(next_token_ids)]
 
     def _sample_row(
-        self, index: int, logits: torch.Tensor, known: RowsOfLogits, seq: TokensSoFar, bits: Bits | None
+        self, index: int, logits: torch.Tensor, known: RowsOfLogits | None, seq: TokensSoFar, bits: Bits | None
     ) -> SampledToken | None:
-        """None: no token that may come is possible."""
+        """None: no token that may come is possible. `known` is of rows as they are; None: the row is adjusted first."""
         params = seq.params
-        if self._is_adjusted(seq):
+        if known is None:
             changed = torch.from_numpy(adjusted(_row(logits, index), seq, self.eos_token_ids, bits)).unsqueeze(0)
             token_id = _choose(0, changed, _look_at(changed, [None], [self._filtered_at(params)]), seq, None)
         else:
@@ -130,9 +132,6 @@ class Sampler:
         if params.logprobs is None:
             return SampledToken(token_id)
         return SampledToken(token_id, token_logprobs(_row(logits, index), token_id, params.logprobs))
-
-    def _is_adjusted(self, seq: TokensSoFar) -> bool:
-        return is_adjusted(seq, self.eos_token_ids)
 
     def _filtered_at(self, params: SamplingParams) -> float:
         """The temperature of a row of which only some tokens are drawn; 0 of others."""
