@@ -30,7 +30,6 @@ _ANCHOR: Final = 4.0  # steps without drafts that a line through those with draf
 _PRIOR_STEPS: Final = 4  # that nothing is known of what a first draft costs counts as
 _MOST: Final = 4.0  # times what a prompt's token costs: a draft that takes longer was held up by something else
 _FORGOTTEN: Final = 0.9998  # of what a draft is held to cost, after each step without any: it is tried again
-_SIZES: Final = 12  # by doubling: up to 2,048 decodes and more
 
 
 class StepCosts:
@@ -234,4 +233,4 @@ class _DraftsCost:
 
 
 def _size(num_decodes: float) -> int:
-    return min((int(num_decodes) - 1).bit_length(), _SIZES - 1)
+    return (int(num_decodes) - 1).bit_length()

@@ -72,6 +72,12 @@ class Workbench:
         self.seconds += seconds
         return [len(drafts.get(seq, ())) for seq in self.seqs]
 
+    def ask_in_vain(self, num_steps: int) -> None:
+        self.drafter.silent = True
+        for _ in range(num_steps):
+            self.step(0)
+        self.drafter.silent = False
+
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.seconds
@@ -279,30 +285,21 @@ def test_who_asks_in_vain_asks_less_often() -> None:
     bench = Workbench(4, free_rows=4)
     for _ in range(100):
         bench.step(2)
-    bench.drafter.silent = True
     before = bench.drafter.num_asked
-    for _ in range(200):
-        bench.step(0)
+    bench.ask_in_vain(200)
     assert bench.drafter.num_asked - before < 300, "of 800"
-    bench.drafter.silent = False
     assert sum(sum(bench.step(2)) for _ in range(40)) > 20, "and sees when there is something again"
 
 
 def test_a_newcomer_is_asked_for_at_once_whoever_asked_in_vain_before() -> None:
     bench = Workbench(1)
-    bench.drafter.silent = True
-    for _ in range(100):
-        bench.step(0)
-    bench.drafter.silent = False
+    bench.ask_in_vain(100)
     bench.seqs = Workbench(1).seqs
     assert bench.step(15)[0] > 1, "more than a try"
 
 
 def test_a_try_that_finds_something_ends_a_pause_of_asking() -> None:
     bench = Workbench(1)
-    bench.drafter.silent = True
-    for _ in range(100):
-        bench.step(0)
-    bench.drafter.silent = False
+    bench.ask_in_vain(100)
     assert bench.step(15)[0] == 1, "a try: nobody is asked yet"
     assert bench.step(15)[0] > 1
